@@ -21,6 +21,8 @@ def test_example_configs_load(path):
             RunConfig.load(path, check_data=False)
         assert len(problem.value.problems) == 1
         return
+    if path.name == "sft.yaml":  # needs a model; tests/train/test_raw_data.py trains with it
+        return
     config = RunConfig.load(path, ["model.vocab_size=32000"], check_data=False)
     assert config.model.vocab_size == 32000
     assert len(path.read_text().splitlines()) <= 30

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from running import QUIET, losses, train
@@ -16,10 +17,11 @@ from weft.config.run import RunConfig
 from weft.data.conversations.named_templates import NAMED
 from weft.data.raw.pack_sources import pack_sources
 from weft.data.stores.store import TokenStore
-from weft.errors import UserError
+from weft.errors import ConfigError, UserError
 from weft.parallel.world import start_world
 from weft.train.data import open_data
 
+ROOT = Path(__file__).parents[2]
 LENGTH = 96
 ANSWERS = ["Kalo mi.", "Ren sta tu, vo shi pra el.", "Zx" * 60, "x", "Tu vo. " * 3, "El?", "Mi mi mi.", "Sta " * 12]
 RECORDS = [{"instruction": f"Vo shi {n}?", "input": "", "output": answer} for n, answer in enumerate(ANSWERS)]
@@ -261,3 +263,140 @@ def test_only_the_split_of_a_saved_dataset_is_read(raw_yaml, tmp_path, saved):
     if saved == "dict":
         (folder / "dataset_dict.json").write_text('{"splits": ["validation", "test"]}')
         assert "has the splits validation, test, but none is called train" in refused(raw_yaml(train=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("content", "data", "said"),
+    [
+        (
+            '{"instruction": "a", "output": "b"}\n{"instruction": "a"}',
+            {},
+            "my.jsonl:2: no field 'output'; fix the input",
+        ),
+        ('{"question": "a"}', {}, "data.train: PATH: the first records have no known layout (their keys: 'question')"),
+        ('{"question": "a"}', {"fields": {"inputs": "x"}, "layout": "pairs"}, "data.fields.inputs: unknown field"),
+        ('{"text": "a b c"}', {"train_on": "last"}, "data.train_on: no effect, because data.train (PATH) has texts"),
+        ('{"chosen": "a", "rejected": "b", "prompt": "c"}', {}, "no built-in objective learns from"),
+        ('{"prompt": "a", "completion": "b"}', {"chat_template": "none"}, "data.chat_template none: not found; use a"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', {}, "my.jsonl:1: no assistant message"),
+    ],
+)
+def test_mistakes_in_raw_data_are_one_line(raw_yaml, tmp_path, cache, content, data, said):
+    path = tmp_path / "my.jsonl"
+    path.write_text(content + "\n")
+    said = said.replace("PATH", str(path))
+    found = refused(raw_yaml(train=str(path), **data))
+    assert said in found
+    assert "--" not in found.replace("--on-error skip", "")
+    assert not [entry for entry in cache.glob("[!.]*") if entry.name != "digests"]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "no chat template in this folder; set data.chat_template to a file or a built-in template (chatml, "),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "writes no assistant message"),
+        (
+            "{{ messages }}{% if false %}{% generation %}{% endgeneration %}{% endif %}",
+            "marks no text of the assistant",
+        ),
+    ],
+)
+def test_templates_that_teach_nothing_are_refused(raw_yaml, alpaca, hf_folder, tmp_path, cache, template, said):
+    folder = shutil.copytree(hf_folder, tmp_path / "hf")
+    (folder / "chat_template.jinja").unlink()
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    assert said in refused(raw_yaml(train=str(alpaca)), f"model.from={folder}")
+
+
+def test_keys_and_paths_are_checked_before_anything_is_read(raw_yaml, alpaca, tmp_path, tiny_store, hf_folder, capsys):
+    def told(*overrides, **data):
+        with pytest.raises(ConfigError) as caught:
+            RunConfig.load(raw_yaml(**data), list(overrides))
+        return list(map(str, caught.value.problems))
+
+    (found,) = told(train=str(tiny_store), train_on="last")
+    assert "demo.yaml:3: data.train_on: no effect, because a token store is packed already" in found
+    (found,) = told(train=str(tmp_path / "none.json"))
+    assert "none.json: no such token store or file; check the path" in found
+    (found,) = told(train=str(tmp_path / "*.nothing"))
+    assert "no file matches this pattern" in found
+    (found,) = told(train="-")
+    assert "the standard input can be read only once" in found
+    file = raw_yaml(train=str(alpaca), validation={"texts": str(alpaca)})
+    assert main(["config", "check", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "records: alpaca (instruction, input, output); template: " in said
+    assert "packed when the run starts" in said
+    config = json.loads((hf_folder / "config.json").read_text()) | {"vocab_size": 300}
+    small = shutil.copytree(hf_folder, tmp_path / "small")
+    (small / "config.json").write_text(json.dumps(config))
+    (found,) = told(f"model.from={small}", train=str(alpaca))
+    assert "model.vocab_size: 300 is less than the 512 tokens of the tokenizer" in found
+
+
+def test_texts_are_packed_end_to_end_and_mixtures_take_raw_data(raw_yaml, tiny_corpus, tiny_store, alpaca, cache):
+    texts = tiny_corpus / "train"  # text files, and JSON Lines with the field text
+    config = prepared(raw_yaml(train=str(texts)))
+    assert (config.data.packing, config.data.document_attention) == ("concatenate", False)
+    store, reference = store_of(config), TokenStore(tiny_store)
+    assert store.tokens.tolist() == reference.tokens.tolist()
+    sources = [{"store": str(texts), "weight": 3}, {"store": str(alpaca), "weight": 1, "name": "chats"}]
+    config = prepared(raw_yaml(train=sources))
+    assert config.data.packing == "best_fit"
+    data = open_data(config, start_world(config.parallel))
+    assert set(data.digests) == {"train/train", "train/chats"}
+    weight = sum(float(data.source.batch(step).weight.sum()) for step in range(3))
+    assert 0 < weight < 3 * 4 * LENGTH
+
+
+def test_a_batch_without_learned_tokens_has_loss_zero_and_is_a_warning(raw_yaml, alpaca, tmp_path, cache, capsys):
+    file = raw_yaml(train=str(alpaca))
+    mask = store_of(prepared(file)).path / "loss_mask.bin"
+    mask.write_bytes(bytes(mask.stat().st_size))
+    assert train(file, "training.steps=2") == 0
+    assert "all tokens of the batch are masked, so the loss is 0; check the masks" in capsys.readouterr().err
+    assert losses(tmp_path / "runs" / "demo") == [(1, 0.0, 0.0), (2, 0.0, 0.0)]
+
+
+def test_a_template_writes_the_only_bos_token(raw_yaml, alpaca, hf_folder, tmp_path, cache):
+    """A tokenizer whose post-processor adds a BOS token too must not add a second one."""
+    from tokenizers import Tokenizer, processors
+
+    folder = shutil.copytree(hf_folder, tmp_path / "hf")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    eos = json.loads((folder / "tokenizer_config.json").read_text())["eos_token"]
+    bos = tokenizer.token_to_id(eos)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{eos} $A", special_tokens=[(eos, bos)])
+    assert tokenizer.encode("a").ids[0] == bos
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(f"{{{{ '{eos}' }}}}" + NAMED["chatml"].source)
+    store = store_of(prepared(raw_yaml(train=str(alpaca)), f"model.from={folder}"))
+    for number in range(store.num_documents):
+        ids = store.document(number).tolist()
+        assert [place for place, token in enumerate(ids) if token == bos] == [0, len(ids) - 1]
+
+
+def test_learned_tokens_are_shown(raw_yaml, alpaca, tmp_path, hf_folder, cache, capsys, monkeypatch):
+    assert train(raw_yaml(train=str(alpaca)), "training.steps=1") == 0
+    store = store_of(prepared(raw_yaml(train=str(alpaca)))).path
+    report = (tmp_path / "runs" / "demo" / "report.html").read_text()
+    assert 'assistant\n<span class="prompt">Kalo mi.&lt;|im_end|&gt;</span>' in report
+    capsys.readouterr()
+    assert main(["data", "show", str(store), "--masks", "--document", "0"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[0].startswith("--- document 0 (")
+    assert "<|im_start|>user\nVo shi 0?<|im_end|>\n<|im_start|>assistant\n{+Kalo mi.<|im_end|>+}" in said
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main(["data", "show", str(store), "--masks", "--tokenizer", str(hf_folder), "--samples", "2"]) == 0
+    assert "assistant\n\x1b[1;32mKalo mi.<|im_end|>\x1b[0m" in capsys.readouterr().out
+
+
+def test_the_recipe_is_one_command(alpaca, hf_folder, tmp_path, cache):
+    recipe = ROOT / "configs" / "sft.yaml"
+    assert len(recipe.read_text().splitlines()) < 25
+    assert train(recipe, f"data.train={alpaca}", f"model.from={hf_folder}", f"run.directory={tmp_path / 'runs'}") == 0
+    assert losses(tmp_path / "runs" / "sft")

@@ -10,7 +10,7 @@ from typing import Any
 
 import weft
 from weft.errors import UserError
-from weft.files import replace_file, report_write_errors
+from weft.files import read_json, replace_file, report_write_errors
 from weft.formatting import amount, byte_size, counted, duration, flat, flops_rate, timing
 from weft.observe.charts import Plot, Series, draw
 from weft.observe.flops import DEFINITION
@@ -19,6 +19,7 @@ from weft.observe.metrics import METRICS, NAMES, read_metrics, read_samples
 
 REPORT = "report.html"
 CONFIG = "config.yaml"
+EXAMPLE = "example.json"
 # Metrics without a chart of their own name.
 KNOWN = NAMES | {"validation_loss", "validation_bits_per_byte"}
 
@@ -77,6 +78,7 @@ def gather(run: Path) -> dict[str, Any]:
         "readouts": {chart.plot.key: chart.readout for chart in charts},
         "definition": DEFINITION,
         "peak": peak_text(manifest),
+        "example": read_json(run / EXAMPLE) if (run / EXAMPLE).exists() else None,
         "samples": dict(sorted(samples.items(), reverse=True)),
         "config": config.read_text(encoding="utf-8", errors="replace") if config.exists() else None,
         "facts": facts(manifest),

@@ -36,6 +36,7 @@ from weft.parallel.ranks import all_gather_object
 from weft.train.auto_settings import DTYPES
 from weft.train.clock import StepClock
 from weft.train.data import Data
+from weft.train.example import write_example
 from weft.train.job import Job
 from weft.train.run_directory import reorders
 from weft.train.state import State
@@ -107,6 +108,7 @@ class Recorder:
         info = RunInfo(path, path.name, config.as_dict(), step or None)
         self.tracking = Tracking(config.log.trackers, info, self.console)
         self.closed_at_end.append(self.tracking)
+        write_example(self.job)
         write_manifest(path, config.as_dict(), **facts)
 
     def close(self) -> None:

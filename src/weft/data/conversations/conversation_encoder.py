@@ -188,7 +188,7 @@ class ConversationEncoder:
         if not self._template.source.marked:
             spans = [self._message_span(conversation, number, text) for number in learned]
             if any(start == end and messages[n].get("content") for (start, end), n in zip(spans, learned, strict=True)):
-                raise Unfit("the chat template does not write an assistant message; use another --chat-template")
+                raise Unfit("the chat template writes no assistant message; use another --chat-template")
         else:
             if not spans:
                 raise Unfit("the chat template marks no text of the assistant" + REMEDY)

@@ -12,8 +12,8 @@ from weft.data.raw.detect import RawData
 from weft.data.raw.digests import file_digests, file_stamps
 from weft.data.sources.source_format import detect_format
 from weft.errors import UserError
-from weft.files import cache_folder, locked, remove
-from weft.headers import read_store_header
+from weft.files import cache_folder, locked, remove, replace_file
+from weft.headers import read_store_header, tokenizer_file
 from weft.observe.console import Console
 
 VERSION = 1  # increased if the same options and content give another store
@@ -43,10 +43,26 @@ def cached_store(raw: RawData, console: Console) -> Path:
             if file_stamps(raw.files) != stamps:
                 remove(out)
                 raise UserError("changed while it was packed; run the same command again", raw.path)
+            about = {"tokenizer": str(tokenizer_file(raw.tokenizer).parent.absolute()), "data": raw.path}
+            replace_file(_about(out), json.dumps(about), durable=False)
             return out
     except OSError as error:
         what = f"cannot be written: {error.strerror}; free space, or set WEFT_CACHE to another folder"
         raise UserError(what, folder) from None
+
+
+def packed_with(store: Path) -> str | None:
+    """Returns the folder of the tokenizer that packed raw data into a store; None if it is not known."""
+    try:
+        folder = json.loads(_about(store).read_bytes())["tokenizer"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return folder if Path(folder).is_dir() else None
+
+
+def _about(store: Path) -> Path:
+    """Returns the file beside a store that has the paths of the tokenizer and of the raw data, for people."""
+    return store.with_name(f".{store.name}.json")
 
 
 def _key(raw: RawData, digests: list[str]) -> str:

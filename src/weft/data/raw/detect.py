@@ -37,10 +37,12 @@ class RawData:
 
     Attributes:
         path: the path or pattern in the run file.
+        tokenizer: folder of the tokenizer.
         description: what was detected, in one line.
     """
 
     path: str
+    tokenizer: Path
     files: Files
     reading: Reading
     encoder: Encoder
@@ -70,7 +72,7 @@ def detect(path: str, files: Files, data: DataSection, tokenizer: str | Path, le
             raise UserError(f"data.fields.{other[0]}: unknown field; texts have only the field text; remove it", path)
         what = "plain text" if contents == {"text"} else f"texts in the field {reading.field!r}"
         what = f"{counted(len(files), 'file')} of {what}" if len(files) > 1 else what
-        return RawData(path, files, reading, TextEncoder(Path(tokenizer)), what)
+        return RawData(path, Path(tokenizer), files, reading, TextEncoder(Path(tokenizer)), what)
     layout = choose_layout(records, name, fields)
     if layout.name == "preferences":
         raise UserError(
@@ -89,7 +91,7 @@ def detect(path: str, files: Files, data: DataSection, tokenizer: str | Path, le
             date=date.today().isoformat(),
         )
     )
-    return RawData(path, files, Reading(records=True), encoder, describe_encoding(encoder))
+    return RawData(path, Path(tokenizer), files, Reading(records=True), encoder, describe_encoding(encoder))
 
 
 def _has_text(record: object, reading: Reading) -> bool:
