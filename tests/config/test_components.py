@@ -181,7 +181,7 @@ def test_constructors_found_elsewhere(own):
     assert shows(
         problems(optimizer("lr: 1", name="FromElsewhere")),
         [
-            "run.yaml:4: optimizer.lr: unknown key; remove it (known here: depth, no_decay, type)",
+            "run.yaml:4: optimizer.lr: unknown key; remove it (known here: depth, ... no_decay, type)",
             "run.yaml:4: optimizer.depth: required argument of FromElsewhere; add the key",
         ],
     )
