@@ -23,6 +23,7 @@ __all__ = [
     "UserError",
     "evaluate",
     "export_model",
+    "free_models",
     "generate",
     "import_model",
     "load_model",
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from weft.export.export_model import export_model
     from weft.generation.engine import Engine
     from weft.generation.settings import Sampling
-    from weft.generation.text import generate
+    from weft.generation.text import free_models, generate
     from weft.models.low_rank import LowRank
     from weft.train.trainer import Trainer
 
@@ -55,6 +56,7 @@ _MODULES = {
     "UserError": "weft.errors",
     "evaluate": "weft.evaluation.evaluate",
     "export_model": "weft.export.export_model",
+    "free_models": "weft.generation.text",
     "generate": "weft.generation.text",
     "import_model": "weft.checkpoint.huggingface.import_model",
     "load_model": "weft.checkpoint.load_model",

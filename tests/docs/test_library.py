@@ -1,14 +1,17 @@
 """The library: the public names, the examples in their docstrings, and what generate and evaluate give."""
 
 import doctest
+import gc
 import inspect
 import math
 import shutil
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import weft
 from weft.cli.main import main
@@ -96,6 +99,47 @@ def test_text_for_text_and_ids_for_ids(here, capsys):
     many = weft.generate(model, ["Ka"] * 18, max_new_tokens=3, temperature=1.0)
     assert len(many) == 18
     assert len(set(many)) > 1
+
+
+def test_a_model_given_by_its_path_is_kept_until_another_is_loaded(here, tmp_path, monkeypatch):
+    from weft.generation import text
+
+    loaded, load = [], text.load_model
+
+    def counting(path, *args, **kwargs):
+        model = load(path, *args, **kwargs)
+        loaded.append(weakref.ref(model))
+        return model
+
+    def generate(path, **options):
+        return weft.generate(path, "Kalo mi", max_new_tokens=6, **options)
+
+    def alive():
+        gc.collect()
+        return [model() is not None for model in loaded]
+
+    weft.free_models()
+    monkeypatch.setattr(text, "load_model", counting)
+    copy = shutil.copytree(here / "hf", tmp_path / "copy")
+    expected = generate("runs/run")
+    assert generate(here / "runs" / "run") == generate("runs/run", draft="runs/run", lookup=0) == expected
+    assert alive() == [True]
+    assert generate("hf") == generate("hf", draft="runs/run") == expected
+    assert alive() == [False, True, True]
+    assert generate("hf") == expected
+    generate("hf", quantize="int8")
+    assert alive() == [False, False, False, True]
+    assert generate(copy) == generate(copy) == expected
+    weights = load_file(copy / "model.safetensors")
+    save_file(
+        {name: -weight if "head" in name else weight for name, weight in weights.items()},
+        copy / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    assert generate(copy) != expected
+    assert alive() == [False] * 5 + [True]
+    weft.free_models()
+    assert alive() == [False] * 6
 
 
 def test_a_text_ends_where_its_tokens_say_so(here):

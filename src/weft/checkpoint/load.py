@@ -42,16 +42,13 @@ def checkpoints(run_directory: str | Path) -> list[Path]:
     return files.list_checkpoints(Path(run_directory) / files.FOLDER)
 
 
-def resolve(path: str | Path) -> Path:
+def find_checkpoint(path: str | Path) -> Path:
     """Returns the newest checkpoint of a run directory, or the path itself if it is a checkpoint.
 
-    The path of a Hugging Face folder is returned unchanged and unchecked. A single process verifies the checksums of
-    the checkpoint. On several ranks only the file sizes are checked here, because `load` divides the hashing among
-    the ranks.
+    The path of a Hugging Face folder is returned unchanged. The files of the checkpoint are not checked.
 
     Raises:
-        UserError: the path has no checkpoint, or the checkpoint is damaged. The message names the damaged file
-            and the previous complete checkpoint, if there is one.
+        UserError: the path has no checkpoint.
     """
     path = Path(path)
     if not path.exists():
@@ -67,18 +64,31 @@ def resolve(path: str | Path) -> Path:
             path,
         )
     if files.step_of(path) is not None or any((path / name).exists() for name in (files.CHECKSUMS, files.INDEX)):
-        checkpoint = path
-    else:
-        folder = path if path.name == files.FOLDER else path / files.FOLDER
-        found = files.list_checkpoints(folder)
-        if not found and (folder.is_dir() or (path / "config.yaml").exists()):
-            raise UserError("this run has no checkpoint yet; train until the first checkpoint is saved", path)
-        if not found:
-            raise UserError(
-                "neither a run directory (no checkpoints/) nor a checkpoint; give a run directory or a checkpoint",
-                path,
-            )
-        checkpoint = found[-1]
+        return path
+    folder = path if path.name == files.FOLDER else path / files.FOLDER
+    found = files.list_checkpoints(folder)
+    if not found and (folder.is_dir() or (path / "config.yaml").exists()):
+        raise UserError("this run has no checkpoint yet; train until the first checkpoint is saved", path)
+    if not found:
+        raise UserError(
+            "neither a run directory (no checkpoints/) nor a checkpoint; give a run directory or a checkpoint", path
+        )
+    return found[-1]
+
+
+def resolve(path: str | Path) -> Path:
+    """Returns the result of `find_checkpoint`, and verifies a checkpoint of Weft.
+
+    A single process verifies the checksums of the checkpoint. On several ranks only the file sizes are checked here,
+    because `load` divides the hashing among the ranks.
+
+    Raises:
+        UserError: the path has no checkpoint, or the checkpoint is damaged. The message names the damaged file
+            and the previous complete checkpoint, if there is one.
+    """
+    checkpoint = find_checkpoint(path)
+    if is_huggingface(checkpoint):
+        return checkpoint
     _raise_if_damaged(checkpoint, files.find_damage(checkpoint, contents=ranks.world_size() == 1))
     return checkpoint
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
@@ -11,8 +12,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from weft.checkpoint.adapter_record import read_record
 from weft.checkpoint.huggingface.config_files import read_origin
-from weft.checkpoint.load import resolve, tokenizer_folder
+from weft.checkpoint.load import find_checkpoint, tokenizer_folder
 from weft.checkpoint.load_model import checkpoint_of, load_model
 from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
 from weft.errors import UserError
@@ -28,6 +30,8 @@ from weft.torch_private import version_of
 
 Prompts = TypeVar("Prompts", str, list[str], list[int], list[list[int]])
 
+_KEPT: dict[Any, nn.Module] = {}  # models that `generate` has loaded from paths, by path, files and options
+_LOADING = threading.Lock()
 _ENGINES: WeakKeyDictionary[nn.Module, tuple[Any, list[int], Engine]] = WeakKeyDictionary()
 
 
@@ -53,8 +57,9 @@ def generate(
     3
 
     Args:
-        model: path of a run directory, a checkpoint or a Hugging Face folder, which is loaded for this call (on a GPU
-            if available); or a module that `weft.load_model` returned. A module keeps its cache between calls.
+        model: path of a run directory, a checkpoint or a Hugging Face folder; or a module that `weft.load_model`
+            returned. A model that is given by its path (loaded on a GPU, if available) and its draft are kept for
+            further calls, until a call loads other models, a file changes, or `weft.free_models` is called.
         prompts: a text or a list of token ids; or a list of several texts or of several lists of ids. Texts require
             that the model has a tokenizer.
         max_new_tokens: maximum number of new tokens per prompt.
@@ -75,8 +80,8 @@ def generate(
 
     Raises:
         UserError: the model does not exist; there is no tokenizer for texts; a prompt is empty or has ids outside the
-            vocabulary; a setting is unknown or out of range; the adapter does not fit the model; or the model has too
-            few learned positions.
+            vocabulary; a setting is unknown or out of range; the adapter does not fit the model; or a prompt is too
+            long for the model.
     """
     sampling = make_sampling(max_new_tokens, temperature, settings)  # checked before the model is loaded
     single = isinstance(prompts, str) or isinstance(next(iter(prompts), None), int)
@@ -110,18 +115,16 @@ def _generate(
         return []
     if adapter is not None:
         read_peft_config(adapter)  # refused before the model is loaded
-    checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else resolve(model)
+    checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else find_checkpoint(model)
     needs_tokenizer = isinstance(prompts[0], str) or sampling.stop or sampling.constraint
     tokenizer = tokenizer_of(checkpoint) if needs_tokenizer else None
-    if not isinstance(model, nn.Module):
-        model = load_model(checkpoint or model, local_device(Console()), quantize=quantize)
-    if isinstance(draft, str | Path):
-        draft = load_model(draft, local_device(Console()))
+    loaded, proposing = _load_models((model, quantize), (draft, None))
     stop_ids = frozenset() if ignore_eos else stop_ids_of(checkpoint)
-    engine = engine_of(model, tokenizer, draft, lookup)
+    engine = engine_of(loaded, tokenizer, proposing, lookup)
     if adapter is None:
         return _continue(engine, prompts, sampling, stop_ids)
-    name = f"weft.generate {adapter}"  # the files may change until the next call, so the engine does not keep it
+    # The files may change until the next call, so the engine does not keep the adapter.
+    name = f"weft.generate {adapter} {threading.get_ident()}"
     engine.add_adapter(name, adapter)
     try:
         return _continue(engine, prompts, sampling, stop_ids, name)
@@ -147,6 +150,49 @@ def _continue(
         if piece.token is not None and piece.token not in stop_ids:
             ids[number].append(piece.token)
     return ids
+
+
+def _load_models(*wanted: tuple[Any, str | None]) -> list[Any]:
+    """Returns modules for modules and paths. Keeps the models that it loads, until other models are loaded.
+
+    Args:
+        wanted: (module, path or None; `quantize`) for each model.
+    """
+    device = local_device(Console())
+    keys = [
+        None if isinstance(one, nn.Module | None) else (*_identity(find_checkpoint(one)), how, device)
+        for one, how in wanted
+    ]
+    with _LOADING:
+        if any(key is not None and key not in _KEPT for key in keys):
+            _free(_KEPT.keys() - keys)  # before loading, which needs the memory
+        for (one, how), key in zip(wanted, keys, strict=True):
+            if key is not None and key not in _KEPT:
+                _KEPT[key] = load_model(one, device, quantize=how)
+        return [one if key is None else _KEPT[key] for (one, _), key in zip(wanted, keys, strict=True)]
+
+
+def _identity(checkpoint: Path) -> tuple:
+    """Returns a value that changes when the files of a checkpoint or of a Hugging Face folder change."""
+    record = read_record(checkpoint)
+    files = [(file.name, file.stat()) for file in sorted(checkpoint.iterdir())]
+    stats = [(name, stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in files]
+    return checkpoint.resolve(), *stats, *(() if record is None else _identity(find_checkpoint(record.base.path)))
+
+
+def free_models() -> None:
+    """Frees the models that `weft.generate` has loaded from paths and keeps for further calls.
+
+    >>> text = weft.generate("runs/run", "Kalo mi", max_new_tokens=4)
+    >>> weft.free_models()
+    """
+    with _LOADING:
+        _free(list(_KEPT))
+
+
+def _free(keys: Iterable[Any]) -> None:
+    for key in keys:
+        _ENGINES.pop(_KEPT.pop(key), None)  # the engine of a model refers to this model if it is its own draft
 
 
 def engine_of(
@@ -265,7 +311,7 @@ def tokenizer_of(checkpoint: Path | None) -> Tokenizer:
     """Loads the tokenizer of a checkpoint.
 
     Args:
-        checkpoint: path that `weft.checkpoint.load.resolve` returned; None for a module without a path.
+        checkpoint: path that `weft.checkpoint.load.find_checkpoint` returned; None for a module without a path.
 
     Raises:
         UserError: `checkpoint` is None or has no tokenizer.
