@@ -1,9 +1,14 @@
 """Generation against transformers, against itself without a cache, and prompt by prompt."""
 
+import math
+import re
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import weft
+from weft.cli.main import main
 from weft.config.model import ModelSection
 from weft.data.tokenizers.tokenizer import Prompt
 from weft.errors import UserError
@@ -87,12 +92,48 @@ def test_a_temperature_near_zero_is_greedy(model):
     assert tokens(model, [[1, 2, 3]], temperature=1e-320) == tokens(model, [[1, 2, 3]])
 
 
-def test_learned_positions_end_somewhere():
-    section = ModelSection(**{**SHAPE, "max_position_embeddings": 8, "position": "learned"})
-    model = build_model(section)
+def windowed(**keys):
+    model = build_model(ModelSection(**{**SHAPE, "max_position_embeddings": 8, "initializer_range": 0.3, **keys}))
     initialize(model, 0)
-    with pytest.raises(UserError, match="8"):
-        tokens(model, [[1, 2, 3]])
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"lookup": 3}, {"batch_invariant": True, "lookup": 2}, {"cache": False}], ids=str
+)
+@pytest.mark.parametrize("position", ["learned", "rope", "alibi"])
+def test_a_text_ends_at_the_models_maximum_length(position, options):
+    model, longer = windowed(position=position), windowed(position=position, max_position_embeddings=64)
+    longer.load_state_dict(model.state_dict() if position != "learned" else longer.state_dict())
+    engine = Engine(model, **options)
+    with pytest.warns(
+        UserWarning, match="after 5 of 12 new tokens, at the model's maximum length of 8 tokens; set max"
+    ):
+        pieces = list(engine.submit([1, 2, 3], Sampling(12, temperature=0)))
+    assert [piece.finish for piece in pieces] == [None] * 4 + ["length"]
+    assert engine.blocks.free == len(engine.blocks)
+    if position != "learned":
+        assert [piece.token for piece in pieces] == tokens(longer, [[1, 2, 3]], max_new_tokens=5)[0]
+    with pytest.raises(UserError, match=r"8 prompt tokens and 12 new tokens .* maximum length of 8 tokens.* shorten"):
+        engine.submit([1] * 8, Sampling(12))
+    with pytest.raises(UserError, match="9 prompt tokens"):
+        weft.generate(model, [[1], [1] * 9])
+    assert [p.token is None for p in engine.submit([1] * 7, Sampling(1))] == [False]
+
+
+def test_the_maximum_length_can_be_set():
+    model, longer = windowed(), windowed(max_position_embeddings=64)
+    with pytest.warns(UserWarning, match="20 positions, but the model's max_position_embeddings is 8"):
+        found = weft.generate(model, [1] * 9, max_new_tokens=11, max_length=20, ignore_eos=True)
+    assert found == weft.generate(longer, [1] * 9, max_new_tokens=11, ignore_eos=True)
+    with pytest.warns(UserWarning, match="after 2 of 4"):
+        assert len(weft.generate(longer, [1, 2], max_new_tokens=4, max_length=4)) == 2
+    with pytest.raises(UserError, match="max_length needs 9 positions, but the model has only 8; lower max_length"):
+        weft.generate(windowed(position="learned"), [1], max_length=9)
+    scaling = {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 8}
+    for kind in ("dynamic", "yarn"):  # config.json files give the original length
+        longer = windowed(rope_scaling=scaling | {"rope_type": kind})
+        assert len(weft.generate(longer, [1] * 12, max_new_tokens=12)) == 12
 
 
 def test_the_first_token_is_one_of_those_allowed(model):
@@ -131,11 +172,14 @@ def test_a_prompt_once_more_gets_another_text(model):
         ([[1]], {"logit_bias": {97: 1.0}}, "logit_bias has the token id 97, but the model has ids 0 to 96"),
         ([[1]], {"logit_bias": {1.5: 1.0}}, "logit_bias is .1.5: 1.0"),
         ([[1]], {"logit_bias": {1: float("inf")}}, "logit_bias is .1: inf"),
+        ([[1]], {"max_length": 1}, "max_length is 1; set it to at least 2"),
+        ([[1]], {"max_length": "9"}, "max_length is '9'; set it to an integer"),
         ([[1]], {"temperature": "1"}, "temperature is '1'; set it to a number"),
         ([[1]], {"temperature": 1.0, "top_k": 2.5}, "top_k is 2.5; set it to an integer"),
         ([[1]], {"max_new_tokens": 1.5}, "max_new_tokens is 1.5; set it to an integer"),
         ([[1]], {"seed": None}, "seed is None; set it to an integer"),
         ([["a"]], {}, "a prompt of token ids has 'a'"),
+        ([[[1]]], {}, "a prompt of token ids has .1."),
         ([[1]], {"max_step_tokens": 0}, "max_step_tokens is 0"),
         ([[1]], {"stop": ("a",)}, "need a tokenizer"),
         ([[1]], {"top_k": 5}, "top_k has no effect with temperature 0"),
@@ -156,3 +200,69 @@ def test_the_model_trains_on_as_before(model):
 
 def test_one_stop_string_is_not_its_characters():
     assert Sampling(1, stop="ab").stop == ("ab",)
+
+
+NEVER = {"logit_bias": dict.fromkeys(range(97), -math.inf)}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"lookup": 3}, {"draft": True}, {"draft": True, "batch_invariant": True}], ids=str
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_request_without_a_finite_logit_fails_and_others_go_on(model, options, temperature):
+    """Its keys and values are NaN, too, and must not reach requests beside it or after it."""
+    options = {name: model if value is True and name == "draft" else value for name, value in options.items()}
+    engine = Engine(model, max_cache_tokens=128, max_step_tokens=10, **options)
+    how, prompts = {"temperature": temperature}, ([5, 6, 7], list(range(40, 60)))
+    expected = [generate_ids(model, [prompt], Sampling(20, **how), **options)[0] for prompt in prompts]
+    huge = torch.full((32, 1), 1e300, dtype=torch.float64)
+    engine.add_adapter("huge", {f"layers.{i}.attention.q_proj": (huge.T, huge) for i in range(2)})
+    for _ in range(3):
+        good = [engine.submit(prompt, Sampling(20, **how)) for prompt in prompts]
+        broken = engine.submit(list(range(1, 36)), Sampling(5, **how), adapter="huge")
+        forbidden = engine.submit([5, 6, 7], Sampling(20, **how, **NEVER))
+        with pytest.raises(UserError, match="logits are NaN or infinite; check the weights of the model and of the ad"):
+            list(broken)
+        with pytest.raises(UserError, match="forbid every token; allow"):
+            next(forbidden)  # before any piece
+        assert broken.finished
+        assert forbidden.finished
+        assert [[piece.token for piece in stream] for stream in good] == expected
+    assert engine.blocks.free == len(engine.blocks)
+
+
+def test_weights_that_are_nan(model):
+    good = weft.generate(model, [1, 2, 3], max_new_tokens=20, ignore_eos=True)
+    weight, value = model.layers[0].mlp.up_proj.weight.data, model.layers[0].mlp.up_proj.weight[0, 0].item()
+    weight[0, 0] = math.nan
+    for options in ({}, {"draft": model, "temperature": 0.8}, {"lookup": 2}):
+        with pytest.raises(UserError, match="logits are NaN or infinite; check"):
+            weft.generate(model, [1, 2, 3], max_new_tokens=20, ignore_eos=True, **options)
+    weight[0, 0] = value
+    assert weft.generate(model, [1, 2, 3], max_new_tokens=20, ignore_eos=True) == good
+    whole = build_model(model.config).to(torch.float64).eval()
+    whole.load_state_dict(model.state_dict())
+    weight[0, 0] = math.nan
+    with pytest.raises(UserError, match="the draft model's logits are NaN or infinite"):
+        weft.generate(whole, [1, 2, 3], draft=model)
+
+
+def test_a_request_that_fills_the_cache_exactly(model):
+    for options in ({"lookup": 4}, {"lookup": 4, "batch_invariant": True}, {"draft": model, "batch_invariant": True}):
+        engine = Engine(model, max_cache_tokens=48, **options)
+        streams = [engine.submit([1, 2] * 8, Sampling(32, temperature=0)) for _ in range(2)]
+        expected = tokens(model, [[1, 2] * 8], max_new_tokens=32)[0]
+        assert [[piece.token for piece in stream] for stream in streams] == [expected] * 2
+
+
+def test_samples_of_a_training_run(run_yaml, tmp_path, capsys):
+    """A prompt that is too long is refused before training; logits that are not finite do not end the training."""
+    keys = {"training": {"steps": 1}, "schedule": {"warmup_steps": 0}, "data": {"validation": None}}
+    keys |= {"log": {"trackers": []}}
+    assert main(["train", str(run_yaml(**keys, samples={"prompts": ["ka", "ka lo " * 2000]}))]) == 2
+    assert re.search(
+        r"samples.prompts: [\d,]+ prompt tokens and 64 new tokens do not fit in .* length of", capsys.readouterr().err
+    )
+    wild = {"optimizer": {"lr": 1e30, "weight_decay": 1e30}, "samples": {"prompts": ["ka"]}, "run": {"name": "wild"}}
+    assert main(["train", str(run_yaml(**keys, **wild))]) == 0
+    assert "no samples at step 1: the model's logits are NaN or infinite" in capsys.readouterr().err

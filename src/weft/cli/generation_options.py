@@ -38,6 +38,12 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int = 
         help="maximum number of new tokens (default: %(default)s)",
     )
     parser.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens of a prompt with its continuation (default: the model's maximum length)",
+    )
+    parser.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="temperature; 0: greedy decoding (default: 0.8)"
     )
     parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
@@ -81,9 +87,8 @@ def read_sampling(args: argparse.Namespace) -> Sampling:
     from weft.errors import UserError
     from weft.generation.settings import Sampling
 
-    settings = {
-        name: getattr(args, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty", "seed", "regex")
-    }
+    names = ("top_k", "top_p", "min_p", "repetition_penalty", "seed", "regex", "max_length")
+    settings = {name: getattr(args, name) for name in names}
     settings |= {"json_schema": _read_text(args.json_schema), "grammar": _read_text(args.grammar)}
     try:
         return Sampling(args.max_new_tokens, args.temperature, stop=tuple(args.stop), **settings)

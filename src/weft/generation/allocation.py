@@ -107,6 +107,12 @@ class BlockAllocator:
         self.pool.release([block for block in sequence.blocks if block >= 0])
         sequence.blocks, sequence.pending, sequence.digests, sequence.computed = [], [], [], 0
 
+    def clear(self) -> None:
+        """Forgets the content of all blocks, and overwrites the free blocks with zeros, because they can have NaN."""
+        self.pool.clear()
+        for cache in self.caches:
+            cache.zero(self.pool.free_blocks)
+
     def _grow(self, needed: int) -> None:
         """Enlarges the caches, at most to their maximum size, if fewer than `needed` blocks are free."""
         have = len(self.pool)

@@ -47,6 +47,11 @@ class BlockPool:
         """Number of blocks that no sequence uses."""
         return len(self._free)
 
+    @property
+    def free_blocks(self) -> list[int]:
+        """Indices of the blocks that no sequence uses."""
+        return list(self._free)
+
     def grow(self, blocks: int) -> None:
         """Increases the number of blocks to `blocks`. New blocks are taken first."""
         for block in range(len(self), blocks):

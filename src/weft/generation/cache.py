@@ -47,7 +47,7 @@ class _View(NamedTuple):
 
     Attributes:
         blocks: `[chunks, blocks]`, indices of the blocks of each sequence, starting with the block of the sequence's
-            first visible key; right-padded.
+            first visible key; right-padded with the last block.
         first: index of the first visible key in the first block; 0 if the group has several chunks.
         keys: number of keys of each sequence, starting at `first`.
         mask: bool `[chunks, 1, seq, keys]`; None: causal.
@@ -91,6 +91,13 @@ class PagedCache:
             for i, pool in enumerate(pools):
                 pools[i] = pool.new_zeros(blocks, *pool.shape[1:])
                 pools[i][: len(pool)] = pool
+
+    @torch.inference_mode()
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Overwrites the contents of blocks with zeros."""
+        for pools in self._pools.values():
+            for pool in pools:
+                pool[list(blocks)] = 0
 
     def begin(self, chunks: Sequence[Chunk], device: torch.device) -> list[int]:
         """Prepares a forward pass that computes chunks of several sequences.
@@ -179,7 +186,8 @@ class PagedCache:
         else:
             tables = [c.blocks[start // BLOCK : -(-c.end // BLOCK)] for c, start in zip(chunks, starts, strict=True)]
             width = max(map(len, tables))
-            blocks = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], device=device)
+            # The last block, not another sequence's: masked keys that are NaN would make the output NaN.
+            blocks = torch.tensor([[*table, *[table[-1]] * (width - len(table))] for table in tables], device=device)
             view = _View(blocks, 0, width * BLOCK, None)
             first = torch.tensor([start // BLOCK * BLOCK for start in starts], device=device)
             keys = first.unsqueeze(1) + torch.arange(width * BLOCK, device=device)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from weft.generation.adapters import Adapters, Deltas
 from weft.generation.allocation import BlockAllocator
 from weft.generation.cache import BLOCK
 from weft.generation.constraints import new_constraint
-from weft.generation.limits import blocks_in_memory, check_bias, check_prompts, encode_prompt, shares_blocks
+from weft.generation.limits import blocks_in_memory, check_prompts, encode_prompt, shares_blocks
 from weft.generation.runners import Work, make_runner
-from weft.generation.sampler import Choice, Context, new_generator
+from weft.generation.sampler import NOT_FINITE, Choice, Context, new_generator
 from weft.generation.sequence import GeneratedSequence
 from weft.generation.settings import Sampling
 from weft.generation.speculative import make_proposer
@@ -132,30 +133,41 @@ class Engine:
                 cache; stop strings or a constraint are given without a tokenizer; no text meets the constraint; or
                 there is no such adapter.
         """
-        ids, first = encode_prompt(prompt, sampling, self.tokenizer)
-        self.check([ids], sampling)
+        return self.submit_all([prompt], sampling, stop_ids=stop_ids, copy=copy, adapter=adapter)[0]
+
+    def submit_all(
+        self,
+        prompts: Sequence[str | Prompt | Sequence[int]],
+        sampling: Sampling,
+        *,
+        stop_ids: Collection[int] | None = None,
+        copy: int = 0,
+        adapter: str | None = None,
+    ) -> list[Stream]:
+        """Adds several prompts, or none if one is refused. Equal prompts get different random numbers. See `submit`."""
+        encoded = [encode_prompt(prompt, sampling, self.tokenizer) for prompt in prompts]
+        if not encoded:
+            return []
+        room = None if self.runner.cache is None else self._allocator.most * BLOCK
+        longest = check_prompts(self.model, [ids for ids, _ in encoded], sampling, room)
         stop_ids = self.stop_ids if stop_ids is None else stop_ids
-        stream = Stream(self, ids, sampling, self.tokenizer)
+        streams, added, equal = [], [], Counter()
         with self.lock:
-            for index in range(sampling.n):
-                generator = new_generator(sampling.seed, copy + index, ids)
-                constraint = new_constraint(sampling.constraint, self.tokenizer, stop_ids, first is not None)
-                self._waiting.append(
-                    GeneratedSequence(
-                        next(self._ids),
-                        list(ids),
-                        len(ids),
-                        sampling,
-                        stream,
-                        index,
-                        Context(sampling, generator, ids, (), first, constraint),
-                        stop_ids,
-                        rotary=len(ids),
-                        adapter=self._adapters.get(adapter),
-                        shares=all(shares_blocks(s, len(ids) + sampling.max_new_tokens) for s in self._scalings),
-                    )
-                )
-        return stream
+            for ids, first in encoded:
+                streams.append(Stream(self, ids, sampling, self.tokenizer))
+                limit = min(len(ids) + sampling.max_new_tokens, longest or sys.maxsize)
+                self.proposer.check(limit)
+                shares = all(shares_blocks(scaling, limit) for scaling in self._scalings)
+                for index in range(sampling.n):
+                    generator = new_generator(sampling.seed, copy + equal[tuple(ids)] + index, ids)
+                    constraint = new_constraint(sampling.constraint, self.tokenizer, stop_ids, first is not None)
+                    context = Context(sampling, generator, ids, (), first, constraint)
+                    added.append(GeneratedSequence(next(self._ids), list(ids), streams[-1], index, context, limit))
+                    added[-1].stop_ids, added[-1].shares = stop_ids, shares
+                    added[-1].adapter = self._adapters.get(adapter)
+                equal[tuple(ids)] += 1
+            self._waiting.extend(added)
+        return streams
 
     def add_adapter(self, name: str, deltas: Deltas | str | Path) -> None:
         """Adds an adapter. One step can compute prompts with different adapters.
@@ -177,19 +189,6 @@ class Engine:
         with self.lock:
             self._adapters.remove(name, [s.adapter for s in (*self._running, *self._waiting)])
 
-    def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Raises UserError if `submit` would refuse a prompt or the settings.
-
-        Args:
-            prompts: the token ids of each prompt.
-            sampling: the settings.
-        """
-        new_constraint(sampling.constraint, self.tokenizer, self.stop_ids)
-        check_bias(self.model, sampling.logit_bias)
-        room = None if self.runner.cache is None else self._allocator.most * BLOCK
-        check_prompts(self.model, prompts, sampling.max_new_tokens, room)
-        self.proposer.check(max(map(len, prompts)) + sampling.max_new_tokens)
-
     def step(self) -> bool:
         """Runs one step, and adds the new tokens to the streams. Returns whether there are unfinished sequences."""
         with self.lock:
@@ -201,14 +200,13 @@ class Engine:
     def cancel(self, stream: Stream) -> None:
         """Ends the unfinished continuations of a stream, and frees their cache blocks."""
         with self.lock:
-            for sequence in [s for s in (*self._running, *self._waiting) if s.stream is stream]:
-                self._remove(sequence)
+            for sequence in self._remove_all(stream):
                 stream.end(sequence.index)
 
     def clear(self) -> None:
         """Forgets cached keys and values of earlier prompts, for example because the model's weights have changed."""
         with self.lock:
-            self.blocks.clear()
+            self._allocator.clear()
 
     def _plan(self) -> list[tuple[GeneratedSequence, Work]]:
         """Chooses the tokens that the next step computes, and allocates cache blocks for these tokens."""
@@ -234,7 +232,7 @@ class Engine:
             budget: number of tokens that the step can still compute.
         """
         start, length = sequence.computed, len(sequence.tokens)
-        most = min(self.proposer.tokens, sequence.sampling.max_new_tokens - sequence.new - 1) if sequence.shares else 0
+        most = min(self.proposer.tokens, sequence.limit - length - 1) if sequence.shares else 0
         end = length
         if self.runner.chunks:
             if self.batch_invariant:  # the same chunks as without other sequences, also after a preemption
@@ -258,9 +256,7 @@ class Engine:
         """Looks up the cached blocks of a sequence's first tokens. Returns whether the sequence can start now."""
         # Proposals would change the chunks after a preemption, so batch-invariant sequences get all blocks at once.
         take = self.batch_invariant and self.proposer.tokens > 0
-        length = len(sequence.tokens) + 1 + self.proposer.tokens
-        if take:
-            length = sequence.prompt + sequence.sampling.max_new_tokens
+        length = sequence.limit if take else len(sequence.tokens) + 1 + self.proposer.tokens
         if not self._allocator.admit(sequence, length, take=take, wait=bool(self._running)):
             return False
         self.shared_tokens += sequence.computed
@@ -291,21 +287,28 @@ class Engine:
         self.runner.forget(sequence.id)
         self.proposer.forget(sequence.id)
 
+    def _remove_all(self, stream: Stream) -> list[GeneratedSequence]:
+        """Removes and returns the unfinished sequences of a stream."""
+        found = [sequence for sequence in (*self._running, *self._waiting) if sequence.stream is stream]
+        for sequence in found:
+            self._remove(sequence)
+        return found
+
     def _run(self, planned: list[tuple[GeneratedSequence, Work]]) -> None:
         works = [work for _, work in planned]
         contexts = [s.context._replace(new=s.tokens[s.prompt :]) for s, _ in planned]
         try:
             drafts = self.proposer.draft(works, contexts)
             logits = self.runner.forward(works)
+            chosen = choose_tokens(logits, contexts, works, drafts)
         except Exception as error:  # other sequences go on
             for sequence, _ in planned:
-                self._remove(sequence)
                 sequence.stream.error = error
+                self._remove_all(sequence.stream)
             raise
         self.steps += 1
         self.passes += len(planned) if self.batch_invariant else 1
         self.computed_tokens += sum(work.end - work.start for work in works)
-        chosen = choose_tokens(logits, contexts, works, drafts)
         for (sequence, work), choices in zip(planned, chosen, strict=True):
             if sequence not in self._running:  # cancelled with its stream
                 continue
@@ -326,7 +329,9 @@ class Engine:
             ended = sequence.append(choice)
         except UserError as error:  # other streams go on
             sequence.stream.error = error
-            self.cancel(sequence.stream)
+            self._remove_all(sequence.stream)
+            if choice.failure == NOT_FINITE:
+                self.clear()  # the next sequence must not find NaN in its blocks
             return True
         if ended:
             self._remove(sequence)

@@ -63,15 +63,24 @@ def check_bias(model: nn.Module, biases: Mapping[int, float]) -> None:
         raise UserError(f"logit_bias has the token id {token}, but the model has ids 0 to {size - 1}; remove this id")
 
 
-def check_length(
-    model: nn.Module,
-    length: int,
-    what: str = "prompt and new tokens need",
-    remedy: str = "shorten the prompt or generate fewer tokens",
-) -> None:
+def longest_text(model: nn.Module) -> int | None:
+    """Returns the maximum number of tokens of a text for which a model is made; None: not limited or not known.
+
+    This is `max_position_embeddings`, or the length to which `dynamic` or `yarn` scaling extends the original length,
+    which config.json files give as max_position_embeddings.
+    """
+    config = getattr(model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    scaling = getattr(config, "rope_scaling", None)
+    if limit is not None and isinstance(scaling, RopeScaling) and scaling.rope_type in ("dynamic", "yarn"):
+        limit = max(limit, int(scaling.factor * (scaling.original_max_position_embeddings or 0)))
+    return limit
+
+
+def check_length(model: nn.Module, length: int, what: str, remedy: str) -> None:
     """Checks that a model supports sequences of `length` tokens.
 
-    Warns if `length` exceeds max_position_embeddings of a model without learned positions.
+    Warns if `length` exceeds `longest_text` of a model without learned positions.
 
     Args:
         what, remedy: beginning and end of the error message.
@@ -79,36 +88,50 @@ def check_length(
     Raises:
         UserError: the model has fewer than `length` learned positions.
     """
-    config = getattr(model, "config", None)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit, config = longest_text(model), getattr(model, "config", None)
     if limit is None or length <= limit:
         return
     if getattr(config, "position", None) == "learned" or getattr(model, "learned_positions", False):
-        raise UserError(f"{what} {length} positions, but the model has only {limit}; {remedy}")
+        raise UserError(f"{what} {length:,} positions, but the model has only {limit:,}; {remedy}")
     warnings.warn(
         f"sequences have {length} positions, but the model's max_position_embeddings is {limit}", stacklevel=3
     )
 
 
-def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], new: int, room: int | None) -> None:
-    """Checks prompts of token ids.
+def check_prompts(
+    model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling, room: int | None = None
+) -> int | None:
+    """Checks prompts of token ids, and returns the maximum number of tokens of each with its continuation; None: any.
 
     Args:
-        new: maximum number of new tokens per prompt.
         room: number of tokens that the cache can hold; None: there is no cache.
 
     Raises:
-        UserError: a prompt is empty, has tokens outside the vocabulary, or is too long for the model or the cache.
+        UserError: a prompt is empty, has tokens outside the vocabulary, or is too long for the model or the cache; or
+            `Sampling.logit_bias` or `Sampling.max_length` does not fit the model.
     """
+    check_bias(model, sampling.logit_bias)
+    limit, new = sampling.max_length, sampling.max_new_tokens
+    if limit is None:
+        limit = longest_text(model)
+    else:
+        check_length(model, limit, "max_length needs", "lower max_length")
     for ids in prompts:
         check_prompt(model, ids)
     longest = max(map(len, prompts))
-    check_length(model, longest + new)
-    if room is not None and longest + new > room:
+    if limit is not None and longest >= limit:
         raise UserError(
-            f"{longest:,} prompt tokens and {new:,} new tokens do not fit in the cache of {room:,} tokens; shorten the "
-            "prompt, generate fewer tokens, or free memory"
+            f"{longest:,} prompt tokens and {new:,} new tokens do not fit in the model's maximum length of {limit:,} "
+            "tokens, which leaves room for no new token; shorten the prompt, or set max_length if the model can "
+            "continue longer texts"
         )
+    length = longest + new if limit is None else min(longest + new, limit)
+    if room is not None and length > room:
+        raise UserError(
+            f"{longest:,} prompt tokens and {length - longest:,} new tokens do not fit in the cache of {room:,} "
+            "tokens; shorten the prompt, generate fewer tokens, or free memory"
+        )
+    return limit
 
 
 def bytes_per_token(model: Decoder) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
 
 from weft.generation.constraints import Constraint
 from weft.generation.settings import Sampling
+
+FORBIDDEN = "logit_bias and the other settings forbid every token; allow at least one token where the text can go on"
+NOT_FINITE = "the model's logits are NaN or infinite; check the weights of the model and of the adapter, or the dtype"
 
 
 class Choice(NamedTuple):
@@ -20,11 +24,13 @@ class Choice(NamedTuple):
         token: the token's id.
         logprob: the log-probability of the token in nats; None if `Sampling.logprobs` is None.
         top: (id, log-probability) of the most likely tokens, the most likely first.
+        failure: the reason why no token could be chosen, as a message, or None.
     """
 
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    failure: str | None = None
 
 
 class Context(NamedTuple):
@@ -65,35 +71,62 @@ def choose(logits: torch.Tensor, contexts: Sequence[Context]) -> list[Choice]:
         contexts: the context of each sequence.
     """
     changed = process(logits, contexts)
-    tokens = [0] * len(contexts)
-    for settings, rows in group_alike(contexts).items():
-        part = changed if len(rows) == len(contexts) else changed[rows]
-        if settings == (0.0,):
-            chosen = part.argmax(-1)
-        else:
-            uniform = torch.stack([next_uniform(contexts[row].generator) for row in rows])
-            chosen = draw(part, uniform.to(logits.device), *settings)
-        for row, token in zip(rows, chosen.tolist(), strict=True):
-            tokens[row] = token
-    return with_logprobs(logits, tokens, [context.sampling.logprobs for context in contexts])
+    failures = find_failures(logits, changed)
+
+    def draw_some(some: torch.Tensor, rows: list[int], settings: tuple) -> torch.Tensor:
+        uniform = torch.stack([next_uniform(contexts[row].generator) for row in rows])
+        return draw(some, uniform.to(logits.device), *settings)
+
+    tokens = choose_ids(changed, contexts, draw_some)
+    choices = with_logprobs(logits, tokens, [context.sampling.logprobs for context in contexts])
+    return [Choice(0, failure=failures[row]) if row in failures else choice for row, choice in enumerate(choices)]
 
 
-def next_uniform(generator: torch.Generator) -> torch.Tensor:
-    """Returns a random number in [0, 1), float64 `[]`."""
-    return torch.rand((), generator=generator, dtype=torch.float64)
+def choose_ids(
+    processed: torch.Tensor,
+    contexts: Sequence[Context],
+    draw_some: Callable[[torch.Tensor, list[int], tuple], torch.Tensor],
+) -> list[int]:
+    """Returns a token for each row: with temperature 0 the most likely token, otherwise a result of `draw_some`.
 
-
-def group_alike(contexts: Sequence[Context]) -> dict[tuple, list[int]]:
-    """Groups contexts with equal sampling arguments of `draw`; the key of greedy decoding is `(0.0,)`.
-
-    Returns:
-        Arguments (temperature, top_k, top_p, min_p) -> indices of the contexts that have these arguments.
+    Args:
+        processed: the result of `process`, `[sequences, vocab]`.
+        contexts: the context of each row.
+        draw_some: called once for all rows with the same sampling arguments of `draw`, with these rows
+            `[rows, vocab]`, their indices and the arguments (temperature, top_k, top_p, min_p). Returns tokens
+            `[rows]`.
     """
     alike: dict[tuple, list[int]] = defaultdict(list)
     for row, context in enumerate(contexts):
         s = context.sampling
         alike[(0.0,) if s.temperature == 0 else (s.temperature, s.top_k, s.top_p, s.min_p)].append(row)
-    return alike
+    tokens = [0] * len(contexts)
+    for settings, rows in alike.items():
+        some = processed if len(alike) == 1 else processed[rows]
+        chosen = some.argmax(-1) if settings == (0.0,) else draw_some(some, rows, settings)
+        for row, token in zip(rows, chosen.tolist(), strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def find_failures(logits: torch.Tensor, processed: torch.Tensor) -> dict[int, str]:
+    """Returns for each row from which no token can be chosen the reason, as a message.
+
+    Args:
+        logits: the model's logits, `[sequences, vocab]`.
+        processed: the result of `process` for these logits.
+    """
+    failures = {}
+    for row, largest in enumerate(processed.amax(-1).tolist()):
+        if not math.isfinite(largest):
+            finite = math.isfinite(logits[row].amax().item())
+            failures[row] = FORBIDDEN if finite else NOT_FINITE
+    return failures
+
+
+def next_uniform(generator: torch.Generator) -> torch.Tensor:
+    """Returns a random number in [0, 1), float64 `[]`."""
+    return torch.rand((), generator=generator, dtype=torch.float64)
 
 
 def process(logits: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from weft.errors import UserError
 from weft.generation.adapters import Adapter
 from weft.generation.sampler import Choice, Context
-from weft.generation.settings import Sampling
 from weft.generation.stream import Finish, Stream
 
 
@@ -17,8 +18,9 @@ class GeneratedSequence:
 
     Attributes:
         tokens: ids of the prompt and of the continuation.
-        prompt: number of prompt tokens.
         index: index of this continuation among the `Sampling.n` continuations of its prompt.
+        limit: number of tokens, with the prompt, at which the continuation ends.
+        prompt: number of prompt tokens.
         rotary: text length for which the rotary embedding of the first `rotary` tokens is computed.
         adapter: the adapter of the request, or None.
         computed: number of tokens whose keys and values are in the cache.
@@ -30,13 +32,11 @@ class GeneratedSequence:
 
     id: int
     tokens: list[int]
-    prompt: int
-    sampling: Sampling
     stream: Stream
     index: int
     context: Context
-    stop_ids: Collection[int]
-    rotary: int
+    limit: int
+    stop_ids: Collection[int] = ()
     adapter: Adapter | None = None
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -44,26 +44,33 @@ class GeneratedSequence:
     pending: list[bytes] = field(default_factory=list)
     shares: bool = True
 
+    def __post_init__(self):
+        self.prompt = self.rotary = len(self.tokens)
+
     def append(self, choice: Choice) -> bool:
         """Appends a new token to the sequence and to the stream. Returns whether the continuation has ended.
 
         Raises:
-            UserError: the constraint fails (see `Constraint.advance`).
+            UserError: no token could be chosen, or the constraint fails (see `Constraint.advance`).
         """
+        if choice.failure is not None:
+            raise UserError(choice.failure)
         self.tokens.append(choice.token)
         self.context = self.context._replace(allowed=None)
-        finish: Finish | None = "length" if self.new >= self.sampling.max_new_tokens else None
+        finish: Finish | None = "length" if len(self.tokens) >= self.limit else None
         constraint, complete = self.context.constraint, False
         if choice.token in self.stop_ids:
             finish = "stop"
         elif constraint is not None and constraint.advance(self.tokens[self.prompt :]):
             finish, complete = "stop", True
+        new, wanted = len(self.tokens) - self.prompt, self.context.sampling.max_new_tokens
+        if finish == "length" and new < wanted:
+            warnings.warn(
+                f"a text ended after {new:,} of {wanted:,} new tokens, at the model's maximum length of {self.limit:,} "
+                "tokens; set max_length if the model can continue longer texts",
+                stacklevel=2,
+            )
         return self.stream.put(self.index, choice, finish, complete=complete)
-
-    @property
-    def new(self) -> int:
-        """Number of new tokens."""
-        return len(self.tokens) - self.prompt
 
     @property
     def root(self) -> bytes:

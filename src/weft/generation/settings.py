@@ -52,6 +52,9 @@ class Sampling:
         grammar: a context-free grammar in llguidance's variant of Lark, whose rule `start` describes the continuation.
         seed: seed of the random numbers. The same seed and prompt give the same tokens.
         skip_special_tokens: whether the text omits special tokens within the continuation.
+        max_length: maximum number of tokens of a prompt with its continuation. A longer prompt is refused, and a
+            continuation ends at this length. None: the length for which the model is made (max_position_embeddings),
+            which only models without learned positions can exceed.
 
     Raises:
         UserError: a value is out of range, or a schema, regex or grammar is invalid or cannot be enforced.
@@ -74,6 +77,7 @@ class Sampling:
     regex: str | None = None
     grammar: str | None = None
     skip_special_tokens: bool = False
+    max_length: int | None = None
 
     def __post_init__(self):
         if isinstance(self.stop, str):
@@ -93,6 +97,7 @@ class Sampling:
             (math.isfinite(self.presence_penalty), "presence_penalty", "set it to a finite number"),
             (math.isfinite(self.frequency_penalty), "frequency_penalty", "set it to a finite number"),
             (self.n >= 1, "n", "set it to at least 1"),
+            (self.max_length is None or self.max_length >= 2, "max_length", "set it to at least 2"),
             (self.logprobs is None or self.logprobs >= 0, "logprobs", "set it to 0 or more"),
         ):
             if not ok:
@@ -111,10 +116,10 @@ class Sampling:
     def _check_types(self) -> None:
         """Raises UserError if a value has a wrong type. Without this check, a later step of an engine would fail."""
         kinds = {"an integer": Integral, "a number": Real}
-        whole, optional = ("max_new_tokens", "n", "seed"), ("top_k", "logprobs", "top_p", "min_p")
+        whole, optional = ("max_new_tokens", "n", "seed"), ("top_k", "logprobs", "max_length", "top_p", "min_p")
         numbers = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in (*whole, *optional, *numbers):
-            value, kind = getattr(self, name), "an integer" if name in (*whole, *optional[:2]) else "a number"
+            value, kind = getattr(self, name), "an integer" if name in (*whole, *optional[:3]) else "a number"
             if not isinstance(value, kinds[kind]) and not (name in optional and value is None):
                 raise UserError(f"{name} is {value!r}; set it to {kind}")
         if not isinstance(self.stop, Collection) or not all(isinstance(text, str) for text in self.stop):

@@ -19,7 +19,7 @@ from weft.checkpoint.load_model import checkpoint_of
 from weft.errors import UserError
 from weft.generation.limits import check_length
 from weft.generation.runners import Runner, Work, make_runner
-from weft.generation.sampler import Context, group_alike, probabilities, process
+from weft.generation.sampler import NOT_FINITE, Context, choose_ids, find_failures, probabilities, process
 from weft.generation.verification import context_after, draw_ids
 from weft.headers import read_tokenizer
 from weft.models.decoder import Decoder
@@ -179,7 +179,7 @@ class DraftModel(Proposer):
                 break
             after = [context_after(contexts[i], works[i].tokens[works[i].end - counts[i] :][:step]) for i in rows]
             for i, context, token, each in zip(rows, after, *_choose_drafts(torch.cat(logits), after), strict=True):
-                if not _continues(context, token):
+                if token is None or not _continues(context, token):
                     _shorten(works[i], counts[i] - step)
                     counts[i] = step
                     continue
@@ -189,7 +189,8 @@ class DraftModel(Proposer):
 
     def check(self, length: int) -> None:
         """Implements `Proposer.check`."""
-        check_length(self.models[0], length, "for the draft model, prompt and new tokens need")
+        remedy = "shorten the prompt or generate fewer tokens"
+        check_length(self.models[0], length, "for the draft model, prompt and new tokens need", remedy)
 
     def begin(self, sequence: int, computed: int) -> None:
         """Implements `Proposer.begin`."""
@@ -291,23 +292,29 @@ def _shorten(work: Work, count: int) -> None:
     work.end, work.kept = work.end - count, work.kept - count
 
 
-def _choose_drafts(logits: torch.Tensor, contexts: Sequence[Context]) -> tuple[list[int], list[torch.Tensor | None]]:
+def _choose_drafts(
+    logits: torch.Tensor, contexts: Sequence[Context]
+) -> tuple[list[int | None], list[torch.Tensor | None]]:
     """Chooses a token for each row of a draft model's logits.
 
     Returns:
-        The tokens; and for each token the probabilities `[vocab]` from which it was drawn, None for greedy decoding.
+        The tokens, None if the settings forbid every token; and for each token the probabilities `[vocab]` from which
+        it was drawn, None for greedy decoding.
+
+    Raises:
+        UserError: logits are NaN or infinite.
     """
-    logits = process(logits, contexts)
-    tokens = [0] * len(contexts)
+    processed = process(logits, contexts)
+    failures = find_failures(logits, processed)
+    if NOT_FINITE in failures.values():
+        raise UserError("the draft model's logits are NaN or infinite; check its weights, or generate without a draft")
     drawn: list[torch.Tensor | None] = [None] * len(contexts)
-    for settings, rows in group_alike(contexts).items():
-        if settings == (0.0,):
-            chosen = logits[rows].argmax(-1)
-        else:
-            each = probabilities(logits[rows], contexts[rows[0]].sampling)
-            chosen = draw_ids(each, [contexts[row] for row in rows])
-            for row, one in zip(rows, each, strict=True):
-                drawn[row] = one
-        for row, token in zip(rows, chosen.tolist(), strict=True):
-            tokens[row] = token
-    return tokens, drawn
+
+    def draw_some(some: torch.Tensor, rows: list[int], settings: tuple) -> torch.Tensor:
+        each = probabilities(some, contexts[rows[0]].sampling)
+        for row, one in zip(rows, each, strict=True):
+            drawn[row] = one
+        return draw_ids(each, [contexts[row] for row in rows])
+
+    tokens = choose_ids(processed, contexts, draw_some)
+    return [None if row in failures else token for row, token in enumerate(tokens)], drawn

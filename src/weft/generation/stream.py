@@ -29,7 +29,8 @@ class Piece:
         logprob: the token's log-probability in nats, if `Sampling.logprobs` is set.
         top: (id, log-probability) of the most likely tokens.
         finish: why the continuation ends with this piece: "stop" (a stop token, a stop string, or a complete text of a
-            schema, regex or grammar), "length" (the maximum number of tokens) or "cancelled"; None: the
+            schema, regex or grammar), "length" (`max_new_tokens` or the maximum length is
+            reached) or "cancelled"; None: the
             continuation goes on.
         index: index of this continuation among the `Sampling.n` continuations of its prompt.
     """
@@ -82,8 +83,8 @@ class Stream:
 
     @property
     def finished(self) -> bool:
-        """Whether all continuations have ended. Unread pieces can be left."""
-        return self._open == 0
+        """Whether all continuations have ended, also by an error. Unread pieces can be left."""
+        return self._open == 0 or self.error is not None
 
     def ready(self) -> list[Piece]:
         """Returns the unread pieces that are ready, without running the engine."""
@@ -93,7 +94,11 @@ class Stream:
             return pieces
 
     def cancel(self) -> None:
-        """Ends the unfinished continuations of the stream, and frees their cache blocks."""
+        """Ends the unfinished continuations of the stream, and frees their cache blocks.
+
+        Can be called at any time, from any thread. The last piece of each of these continuations has the finish
+        "cancelled" and the text that was held back. A finished stream does not change.
+        """
         self._engine.cancel(self)
 
     def put(self, index: int, choice: Choice, finish: Finish | None, *, complete: bool = False) -> bool:

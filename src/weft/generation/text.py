@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -23,7 +22,7 @@ from weft.families.peft_config import read_peft_config
 from weft.generation.engine import Engine
 from weft.generation.settings import Sampling
 from weft.generation.speculative import check_vocabulary
-from weft.generation.stream import Piece
+from weft.generation.stream import Piece, Stream
 from weft.observe.console import Console
 from weft.parallel.world import local_device
 from weft.torch_private import version_of
@@ -241,19 +240,11 @@ def stream_pieces(
     Raises:
         UserError: a prompt is invalid or too long (see `Engine.submit`); raised by the call, before the first piece.
     """
-    if prompts:
-        engine.check([prompt.ids if isinstance(prompt, Prompt) else prompt for prompt in prompts], sampling)
-    return _stream_pieces(engine, prompts, sampling, stop_ids, adapter)
+    return _read_streams(engine, engine.submit_all(prompts, sampling, stop_ids=stop_ids, adapter=adapter))
 
 
-def _stream_pieces(engine, prompts, sampling, stop_ids, adapter) -> Iterator[tuple[int, Piece]]:
-    copies = count_earlier(tuple(prompt.ids if isinstance(prompt, Prompt) else prompt) for prompt in prompts)
-    streams = dict(
-        enumerate(
-            engine.submit(prompt, sampling, stop_ids=stop_ids, copy=copy, adapter=adapter)
-            for prompt, copy in zip(prompts, copies, strict=True)
-        )
-    )
+def _read_streams(engine: Engine, submitted: list[Stream]) -> Iterator[tuple[int, Piece]]:
+    streams = dict(enumerate(submitted))
     try:
         while streams:
             for number, stream in list(streams.items()):
@@ -295,16 +286,6 @@ def generate_ids(
         if piece.token is not None:
             ids[number].append(piece.token)
     return ids
-
-
-def count_earlier(items: Iterable[Hashable]) -> list[int]:
-    """Returns for each item the number of equal items before it."""
-    seen: Counter[Hashable] = Counter()
-    counts = []
-    for item in items:
-        counts.append(seen[item])
-        seen[item] += 1
-    return counts
 
 
 def tokenizer_of(checkpoint: Path | None) -> Tokenizer:

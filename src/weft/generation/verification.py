@@ -7,7 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from weft.generation.runners import Work
-from weft.generation.sampler import Choice, Context, choose, invert, next_uniform, probabilities, process, with_logprobs
+from weft.generation.sampler import (
+    Choice,
+    Context,
+    choose,
+    find_failures,
+    invert,
+    next_uniform,
+    probabilities,
+    process,
+    with_logprobs,
+)
 
 
 def choose_tokens(
@@ -46,7 +56,8 @@ def choose_tokens(
     choices = iter(choose(torch.cat(rows), all_contexts) if rows else [])
     for i, proposals, state in plain:
         chosen = [next(choices) for _ in range(len(proposals) + 1)]
-        accepted = next((n for n, token in enumerate(proposals) if chosen[n].token != token), len(proposals))
+        wrong = (n for n, token in enumerate(proposals) if chosen[n].token != token or chosen[n].failure)
+        accepted = next(wrong, len(proposals))
         found[i] = chosen[: accepted + 1]
         if state is not None:
             # The random numbers of rejected tokens are drawn again for the next tokens.
@@ -71,15 +82,22 @@ def _sample_rejecting(
         draft: q, `[proposals, vocab]`.
     """
     sampling, generator = contexts[0].sampling, contexts[0].generator
-    each = probabilities(process(logits, contexts), sampling)  # p
+    processed = process(logits, contexts)
+    failures = find_failures(logits, processed)
+    each = probabilities(processed, sampling)  # p
     ids = torch.tensor(proposals, device=each.device).unsqueeze(-1)
     ratios = (each[:-1].gather(-1, ids) / draft.gather(-1, ids)).flatten().tolist()
-    accepted = next((n for n, ratio in enumerate(ratios) if float(next_uniform(generator)) >= ratio), len(ratios))
+    rejected = (n for n, ratio in enumerate(ratios) if n in failures or float(next_uniform(generator)) >= ratio)
+    accepted = next(rejected, len(ratios))
+    tokens = list(proposals[:accepted])
+    if accepted in failures:
+        chosen = with_logprobs(logits[:accepted], tokens, [sampling.logprobs] * accepted)
+        return [*chosen, Choice(0, failure=failures[accepted])]
     weights = each[accepted]
     if accepted < len(proposals):
         rest = (weights - draft[accepted]).clamp(min=0)
         weights = rest if rest.sum() > 0 else weights  # p and q are equal, except for rounding
-    tokens = [*proposals[:accepted], int(draw_ids(weights.unsqueeze(0), contexts[:1]))]
+    tokens.append(int(draw_ids(weights.unsqueeze(0), contexts[:1])))
     return with_logprobs(logits[: accepted + 1], tokens, [sampling.logprobs] * len(tokens))
 
 
