@@ -137,3 +137,5 @@ def test_weights_that_do_not_fit_in_memory_are_refused_before_anything_is_loaded
         assert "\n" not in str(told.value)
     with pytest.raises(UserError, match=r"need 8\.8\d+ TB"):
         weft.load_model(tmp_path, dtype=torch.float32)
+    with pytest.raises(UserError, match=r"need 3\.\d+ TB"):  # the embedding stays in bfloat16
+        weft.load_model(tmp_path, quantize="int8")

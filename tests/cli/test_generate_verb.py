@@ -80,6 +80,13 @@ def test_prompts_from_a_file(their_folder, tmp_path, capsys):
     assert len({texts[0].strip(), texts[17].strip(), texts[18].strip()}) == 3
 
 
+def test_a_text_that_ends_at_the_maximum_length_is_reported(their_folder, capsys):
+    folder = their_folder()
+    with pytest.warns(UserWarning, match=r"a text ended after \d of 128 new tokens, at the .* length of 9 tokens; set"):
+        short = written(capsys, folder, "Kalo mi ren", "--max-length", 9, "--temperature", 0)
+    assert written(capsys, folder, "Kalo mi ren", "--max-new-tokens", 40, "--temperature", 0).startswith(short[:-1])
+
+
 def test_a_prompt_of_no_text_begins_a_document(their_folder, capsys):
     folder = their_folder()
     assert written(capsys, folder, "", "--max-new-tokens", 5)
@@ -99,6 +106,12 @@ def test_a_prompt_of_no_text_begins_a_document(their_folder, capsys):
             )
             for value in ("nan", "inf", "-1.0")
         ),
+        (["a", "--lookup", "0"], "--lookup 0: set it to at least 1, or omit it"),
+        (["a", "--regex", ""], "regex is empty, so that only the empty text matches; omit it, or give a pattern"),
+        (["a", "--max-length", "1"], "max_length is 1; set it to at least 2"),
+        (["ka lo " * 70], "prompt tokens and 128 new tokens do not fit in the model's maximum length of 128 tokens"),
+        (["a", "--tp", "3"], "tensor parallelism over 3 ranks: 3 does not divide 4 attention heads"),
+        (["a", "--tp", "2", "--top-p", "7"], "top_p is 7.0"),
         (["a", "--max-new-tokens", "0"], "max_new_tokens is 0; set it to at least 1"),
         (["--prompts", "none.txt"], "none.txt: the file of prompts cannot be read: No such file or directory"),
         (["--prompts", "blank.txt"], "blank.txt: the file has no prompts; write one"),
@@ -107,6 +120,7 @@ def test_a_prompt_of_no_text_begins_a_document(their_folder, capsys):
 )
 def test_mistakes_are_one_line(their_folder, tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("weft.launch.local.launch_local", None)  # no ranks are started
     (tmp_path / "blank.txt").write_text("\n \n")
     (tmp_path / "odd.txt").write_bytes(b"a\n\xff\n")
     assert said in mistake(capsys, their_folder(), *words)

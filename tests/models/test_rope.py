@@ -115,9 +115,7 @@ def test_generation_with_a_base_that_grows():
     theirs, ours = pair("Llama", DYNAMIC)
     prompt = texts(1, 10)
     expected = greedy(theirs, prompt)
-    with pytest.warns(UserWarning, match="max_position_embeddings is 16"):
-        new = generate_ids(ours, prompt.tolist(), GREEDY)
-    assert new == expected[:, 10:].tolist()
+    assert generate_ids(ours, prompt.tolist(), GREEDY) == expected[:, 10:].tolist()
 
 
 @pytest.mark.parametrize("keys", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,9 +14,10 @@ from torch import nn
 
 from weft.checkpoint.adapter_record import AdapterRecord, read_record
 from weft.checkpoint.base_model import load_base, open_base
-from weft.checkpoint.load import architecture, load, resolve
+from weft.checkpoint.load import architecture, find_checkpoint, load, resolve
 from weft.checkpoint.tensors import model_tensors
 from weft.checkpoint.weights import SavedTensor, open_weights
+from weft.config.legal_mesh import check_tensor_parallel
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
@@ -87,6 +88,27 @@ def load_sharded_model(path: str | Path, world: World, dtype: torch.dtype | None
     return _load(*world.agree(lambda: _build(path, world.device, dtype, world)))
 
 
+def check_shardable(path: str | Path, tp: int) -> None:
+    """Checks that `load_sharded_model` can shard a model over `tp` ranks. Reads no weights.
+
+    Raises:
+        UserError: the path has no checkpoint, or the errors of `load_sharded_model` that concern the architecture.
+    """
+    checkpoint = find_checkpoint(path)
+    check_tensor_parallel(_as_decoder(architecture(checkpoint), checkpoint), tp)
+
+
+def _as_decoder(section: Any, checkpoint: Path) -> ModelSection:
+    """Returns the section of a built-in decoder. Raises UserError for other sections."""
+    if not isinstance(section, ModelSection):
+        raise UserError(
+            "this model is not a built-in decoder, so it cannot be distributed over ranks or devices; load it on one "
+            "device",
+            checkpoint,
+        )
+    return section
+
+
 def _build(
     path: str | Path,
     device: str | torch.device,
@@ -110,16 +132,11 @@ def _build(
     tensors = open_base(section, checkpoint if record is None else resolve(record.base.path)).tensors
     saved = {name: tensor.dtype for name, tensor in tensors.items()}
     dtypes = {name: saved_dtype(name, dtype, kind) for name, kind in saved.items()}
-    size = sum(math.prod(t.shape) * dtypes[n].itemsize for n, t in tensors.items())
-    # A quantized decoder never needs the memory of all weights (see `_allocate`).
-    if budgets is None and (quantize is None or not isinstance(section, ModelSection)):
-        check_memory(size // (1 if world is None else world.shape.tp), device, checkpoint)
-    if (world is not None or budgets is not None) and not isinstance(section, ModelSection):
-        raise UserError(
-            "this model is not a built-in decoder, so it cannot be distributed over ranks or devices; load it on one "
-            "device",
-            checkpoint,
-        )
+    if world is not None or budgets is not None:
+        _as_decoder(section, checkpoint)
+    if not isinstance(section, ModelSection):  # `_allocate` checks decoders
+        size = sum(math.prod(tensor.shape) * dtypes[name].itemsize for name, tensor in tensors.items())
+        check_memory(size, device, checkpoint)
     if isinstance(section, TransformersModelSection):
         from weft.models.transformers_model import materialize
 
@@ -179,8 +196,8 @@ def _allocate(
     shapes = {name: tuple(tensor.shape) for name, (tensor, _) in tensors.items()}
     if quantize is not None and shapes == {name: tuple(tensor.shape) for name, tensor in saved.items()}:
         quantize_model(model.eval(), quantize)
-        check_memory(sum(t.nbytes for t in (*model.parameters(), *model.buffers())), device, checkpoint)
     if budgets is None:
+        check_memory(sum(t.nbytes for t in (*model.parameters(), *model.buffers())), device, checkpoint)
         model.to_empty(device=device)
     else:
         place_layers(model, budgets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,9 @@ from weft.cli.generation_options import add_model_options, add_sampling_options,
 if TYPE_CHECKING:
     from torch import nn
 
+    from weft.data.tokenizers.tokenizer import Tokenizer
     from weft.generation.engine import Engine
+    from weft.generation.settings import Sampling
     from weft.parallel.world import World
 
 HELP = "generate text with a trained model"
@@ -75,7 +78,6 @@ def _add_proposals(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lookup",
         type=int,
-        default=0,
         metavar="N",
         help="propose up to N tokens that followed the same tokens earlier in the text; changes no text",
     )
@@ -88,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tp == 1:
         _generate(args)
         return 0
+    from weft.checkpoint.load_model import check_shardable
     from weft.cli.on_ranks import run_generation_on_ranks
     from weft.errors import UserError
 
@@ -97,29 +100,43 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--tp: adapters need a model on a single process; omit --tp, or merge the adapter (weft merge)")
     if "-" in args.prompts:
         raise UserError("--tp: several processes cannot read standard input; give the prompt as text or in --prompts")
+    if "RANK" not in os.environ:  # mistakes are reported before processes are started
+        _, _, checkpoint, *_ = _read(args)
+        for path in (checkpoint, args.draft):
+            if path is not None:
+                check_shardable(path, args.tp)
     return run_generation_on_ranks(args, "generate", args.tp, lambda world: _generate(args, world))
+
+
+def _read(args: argparse.Namespace) -> tuple[Sampling, list[str], Path, Tokenizer, set[int]]:
+    """Checks the arguments. Returns the settings, the prompts, the checkpoint, its tokenizer and its stop tokens."""
+    from weft.checkpoint.load import resolve
+    from weft.errors import UserError
+    from weft.families.peft_config import read_peft_config
+    from weft.generation.text import stop_ids_of, tokenizer_of
+
+    if args.lookup is not None and args.lookup < 1:
+        raise UserError(f"--lookup {args.lookup}: set it to at least 1, or omit it")
+    sampling, texts, checkpoint = read_sampling(args), _read_prompts(args), resolve(args.source)
+    if args.adapter is not None:
+        read_peft_config(args.adapter)
+    return sampling, texts, checkpoint, tokenizer_of(checkpoint), stop_ids_of(checkpoint)
 
 
 def _generate(args: argparse.Namespace, world: World | None = None) -> None:
     """Writes the continuations. With `world`, all ranks must call this function; the first rank writes."""
     import torch
 
-    from weft.checkpoint.load import resolve
     from weft.checkpoint.load_model import load_model, load_sharded_model
-    from weft.families.peft_config import read_peft_config
     from weft.generation.engine import Engine
-    from weft.generation.text import stop_ids_of, stream_pieces, tokenizer_of
+    from weft.generation.text import stream_pieces
     from weft.observe.console import Console
     from weft.parallel.world import local_device
 
-    def read():
-        sampling, texts, checkpoint = read_sampling(args), _read_prompts(args), resolve(args.source)
-        if args.adapter is not None:
-            read_peft_config(args.adapter)
-        return sampling, texts, checkpoint, tokenizer_of(checkpoint), stop_ids_of(checkpoint)
-
     # Arguments are checked before the model is loaded.
-    sampling, texts, checkpoint, tokenizer, stop_ids = read() if world is None else world.agree(read)
+    sampling, texts, checkpoint, tokenizer, stop_ids = (
+        _read(args) if world is None else world.agree(lambda: _read(args))
+    )
     dtype = getattr(torch, args.dtype) if args.dtype else None
 
     def load(path: str | Path) -> nn.Module:
@@ -131,7 +148,7 @@ def _generate(args: argparse.Namespace, world: World | None = None) -> None:
     prompts = [tokenizer.prompt(text) for text in texts]
     written = [prompt.text for prompt in prompts]
     options = {"cache": not args.no_cache, "batch_invariant": args.batch_invariant}
-    options |= {"draft": draft, "draft_tokens": args.draft_tokens, "lookup": args.lookup}
+    options |= {"draft": draft, "draft_tokens": args.draft_tokens, "lookup": args.lookup or 0}
     engine = Engine(model, tokenizer, stop_ids=stop_ids, **options)
     if args.adapter is not None:
         engine.add_adapter("adapter", args.adapter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,6 +103,8 @@ def run_generation_on_ranks(args: argparse.Namespace, verb: str, tp: int, act: C
         raise UserError(f"--tp {tp}, but {launched_ranks()} processes were launched; set --tp {launched_ranks()}")
     try:
         world = start_world(ParallelSection(tp=tp, dp_shard=1))
+        if world.rank:
+            warnings.simplefilter("ignore")  # the first rank prints the same warnings
         act(world)
         world.close()
     except UserError as error:

@@ -19,6 +19,7 @@ from weft.data.tokenizers.tokenizer import Prompt
 from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
 from weft.generation.engine import Engine
+from weft.generation.limits import longest_text
 from weft.generation.settings import Sampling
 from weft.generation.stream import Finish, Stream
 
@@ -89,8 +90,8 @@ class Chat:
 
     @property
     def window(self) -> int | None:
-        """Maximum number of tokens of a conversation, which is the model's max_position_embeddings; None: unknown."""
-        return getattr(getattr(self.engine.model, "config", None), "max_position_embeddings", None)
+        """Maximum number of tokens of a conversation, for which the model is made; None: unknown."""
+        return longest_text(self.engine.model)
 
     def send(self, text: str, sampling: Sampling) -> Answer:
         """Adds a user message, and returns its answer, which is generated while it is iterated over.
@@ -153,11 +154,12 @@ class Chat:
     def _answer(self, messages: Messages, sampling: Sampling, repeated: int) -> Answer:
         text = self._render([*_system_message(self._system), *messages], prompt=True) + self._header
         prompt = self.tokenizer.prompt(text)  # without special tokens: the template writes them
-        room = None if self.window is None else self.window - len(prompt.ids)
+        window = sampling.max_length or self.window
+        room = None if window is None else window - len(prompt.ids)
         if room is not None and room < 1:
             raise UserError(
-                f"the conversation has {len(prompt.ids):,} tokens, but the model's window has {self.window:,}; /clear "
-                "begins a new conversation"
+                f"the conversation has {len(prompt.ids):,} tokens, but the model's window has {window:,}; /clear begins "
+                "a new conversation"
             )
         stop_ids, stop = set(self.engine.stop_ids), list(sampling.stop)
         end, added = self._end.lstrip(), self.tokenizer.added_tokens

@@ -55,6 +55,8 @@ def compile_constraint(json_schema: Any = None, regex: str | None = None, gramma
         if value is not None:
             if not isinstance(value, str):
                 raise UserError(f"{name} is of type {type(value).__name__}; set it to a string")
+            if not value:
+                raise UserError(f"{name} is empty, so that only the empty text matches; omit it, or give a pattern")
             return _compile(name, value)
     return None
 

@@ -65,13 +65,13 @@ def prepare_schema(schema: Any, error_of: Callable[[Any], str | None]) -> Any:
     prepared = _prepare(schema, ())
     error = error_of(prepared)
     if error is not None:
-        raise _refusal(_blame(prepared, error, error_of), f"cannot be enforced ({error})")
+        raise _refusal(_blame(prepared, error, error_of), f"this cannot be enforced ({error})")
     return prepared
 
 
 def _refusal(path: Path, why: str, remedy: str = "remove or change it") -> UserError:
     pointer = "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
-    return UserError(f"json_schema: {pointer or 'the schema'}: {why}; {remedy}")
+    return UserError(f"json_schema: {pointer}{': ' * bool(pointer)}{why}; {remedy}")
 
 
 def _prepare(schema: Any, path: Path) -> Any:
@@ -83,7 +83,9 @@ def _prepare(schema: Any, path: Path) -> Any:
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):
-        raise _refusal(path, "is not a schema", "write an object, true or false")
+        shown = json.dumps(schema)
+        shown = shown if len(shown) <= 60 else shown[:60] + "..."
+        raise _refusal(path, f"{shown} is not a schema", "write an object, true or false")
     prepared: dict[str, Any] = {}
     for key, value in schema.items():
         here = (*path, key)
