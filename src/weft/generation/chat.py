@@ -158,8 +158,8 @@ class Chat:
         room = None if window is None else window - len(prompt.ids)
         if room is not None and room < 1:
             raise UserError(
-                f"the conversation has {len(prompt.ids):,} tokens, but the model's window has {window:,}; /clear begins "
-                "a new conversation"
+                f"the conversation has {len(prompt.ids):,} tokens, but the model's window has {window:,}; /clear "
+                "begins a new conversation"
             )
         stop_ids, stop = set(self.engine.stop_ids), list(sampling.stop)
         end, added = self._end.lstrip(), self.tokenizer.added_tokens
