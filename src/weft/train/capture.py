@@ -61,7 +61,7 @@ class ProfilingRecorder(Recorder):
         length = dataclasses.replace(data.length, steps=request.warmup + request.steps)
         super().__init__(job, dataclasses.replace(data, length=length), model, step)
 
-    def _introduce(self, parameters: int, step: int, plan: Any) -> None:
+    def _introduce(self, parameters: int, trained: int, step: int, plan: Any) -> None:
         self.parameters = parameters
 
     def start(self, tensors: Callable[[], Tensors]) -> None:

@@ -22,7 +22,7 @@ from weft.data.batches.batch import Batch
 from weft.data.batches.loader import ValidationBatches
 from weft.data.batches.mixture_plan import MixturePlan
 from weft.formatting import amount, counted, duration
-from weft.models.build import frozen_matmul_parameters, matmul_parameters
+from weft.models.build import frozen_matmul_parameters, matmul_parameters, parameter_size
 from weft.observe.flop_count import flops_per_token
 from weft.observe.flops import device_peak, memory_bytes, memory_kind, total_peak
 from weft.observe.logs import log_to_file
@@ -64,7 +64,7 @@ class Recorder:
         self.warned: set[str] = set()
         self.skips = 0  # skipped updates of this session
         self.closed_at_end: list[JsonLines | Tracking] = []
-        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        sizes = [(parameter_size(name, p), p.requires_grad) for name, p in model.named_parameters()]
         counts = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
         parameters, trained, frozen = map(int, world.sum_stages(*counts, frozen_matmul_parameters(model)))
         matmul = matmul_parameters(model)
