@@ -15,7 +15,7 @@ from weft.files import refuse_existing
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
-    from weft.train.loop import Outcome
+    from weft.train.stop import Outcome
 
 HELP = "profile the time and memory of training steps"
 GROUP = "train"
@@ -95,7 +95,7 @@ def show_structure(args: argparse.Namespace) -> int:
     from weft.config.mesh import least_ranks
     from weft.config.run import RunConfig
 
-    config = RunConfig.load(args.file, args.overrides, ranks=args.nproc)
+    config = RunConfig.load(args.file, args.overrides, ranks=args.nproc, for_fit=True)
     ranks = args.nproc or least_ranks(config.parallel)
     shape, given = check_mesh(config, ranks), config.training.micro_batch_size
     _, size = split_batch(batch_sequences(config), sequence_length(config), shape, given, config.parallel)

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if args.devices is not None and args.devices < 1:
         raise UserError(f"--devices {args.devices}: use at least 1")
     ranks = args.devices or launched_ranks()
-    config = RunConfig.load(args.file, args.overrides, check_data=not args.no_data, ranks=ranks)
+    config = RunConfig.load(args.file, args.overrides, check_data=not args.no_data, ranks=ranks, for_fit=True)
     plan = facts(config, ranks, open_data=not args.no_data)
     print(f"{args.file}: OK")
     for name, fact in plan.items():
