@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.cli.stopping import terminable
 from weft.errors import UserError
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def run_on_ranks(
 
     nproc = checked_nproc(args.nproc)
     check_mesh(config, nproc)
-    config = pack_sources(config, Console())  # before ranks start
+    with terminable():  # this process does not handle SIGTERM yet
+        config = pack_sources(config, Console())  # before ranks start
     if nproc == 1:
         return run_rank(lambda: config, act, verb)
     command = [sys.executable, "-m", "weft", verb, args.file, *args.overrides, *options]

@@ -132,7 +132,9 @@ class Recorder:
 
     def _warn_of_changed_data(self, step: int, digests: dict[str, str]) -> None:
         """Warns if the content of a token store or of raw data is not that of the session before."""
-        before = read_manifest(self.job.run.path).get("data_digests", {}) if step else {}
+        if not step or any(key.startswith("data.") for key in self.job.run.changes(self.config)):
+            return  # a new run, or one whose changed keys are reported
+        before = read_manifest(self.job.run.path).get("data_digests", {})
         for name, digest in digests.items():
             if (old := before.get(name, digest)) != digest:
                 what = f"data.{name.replace('/', ': ')} changed since the run last trained"
