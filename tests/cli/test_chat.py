@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import select
 import shlex
 import shutil
 import subprocess
@@ -364,6 +365,25 @@ def test_an_adapter_of_peft(chat, folder, tmp_path, templates):
     assert str(tmp_path) in notes[-1]
 
 
+def test_a_run_has_the_template_that_it_was_trained_with(chat, folder, run_yaml, tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(folder, tmp_path / "base", ignore=shutil.ignore_patterns("*.jinja"))
+    (tmp_path / "my.json").write_text(json.dumps([{"instruction": "Kalo?", "output": "Mi vo."}] * 8))
+    data = {"train": str(tmp_path / "my.json"), "validation": None, "chat_template": "chatml", "sequence_length": 32}
+    path = run_yaml(
+        model=None, tokenizer=None, data=data, objective={"type": "sft"}, log={"trackers": []},
+        training={"steps": 1, "batch_tokens": 64, "micro_batch_size": 1}, schedule={"warmup_steps": 0},
+    )  # fmt: skip
+    assert main(["train", str(path), f"model.from={tmp_path / 'base'}"]) == 0
+    run = tmp_path / "runs" / "demo"
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out").apply_chat_template(messages, tokenize=False)
+    assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    code, _, notes = chat("a\n", "--max-new-tokens", 2, model=run)
+    assert (code, len(notes)) == (0, 1)
+
+
 def test_the_page_of_the_manual(folder, tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parents[2] / "docs/tuning/chat.md").read_text("utf-8")
     for words in map(shlex.split, re.findall(r"^\$ weft (chat .*?)(?:  +#.*| <.*)?$", page, re.M)):
@@ -395,7 +415,8 @@ class Terminal:
         """Reads until `text` is shown, and returns what was shown since the last call."""
         end = time.monotonic() + seconds
         while text not in self.shown:
-            assert time.monotonic() < end, self.shown
+            ready, _, _ = select.select([self.main], [], [], max(0, end - time.monotonic()))
+            assert ready, self.shown
             try:
                 self.shown += os.read(self.main, 65536).decode("utf-8", "replace")
             except OSError:  # the process has ended
@@ -405,6 +426,12 @@ class Terminal:
 
     def type(self, text):
         os.write(self.main, text.encode())
+
+    def interrupt(self, before=""):
+        """Types Ctrl-C at the prompt. Python notices a signal there only while it waits for a key."""
+        self.until(">>> ")
+        time.sleep(0.3)
+        self.type(f"{before}\x03")
 
 
 def test_ctrl_c_in_a_terminal(folder, tmp_path):
@@ -431,15 +458,12 @@ def test_ctrl_c_in_a_terminal(folder, tmp_path):
     kept = json.loads((tmp_path / "talk.jsonl").read_text())["messages"][1]["content"]
     assert kept.startswith(TURNS[0][1])
     assert (TURNS[0][1] + shown).replace("\r\n", "\n").replace("^C", "").startswith(kept)
-    terminal.until(">>> ")
-    terminal.type("a line that is dropped\x03")
+    terminal.interrupt("a line that is dropped")
     terminal.until("Ctrl-C again, or Ctrl-D, ends the chat")
     terminal.until(">>> ")
     terminal.type("/system\n")  # the next Ctrl-C is a first one again
     terminal.until("no system message")
-    terminal.until(">>> ")
-    terminal.type("\x03")
-    terminal.until(">>> ")
-    terminal.type("\x03")
+    terminal.interrupt()
+    terminal.interrupt()
     assert terminal.process.wait(30) == 130
     os.close(terminal.main)

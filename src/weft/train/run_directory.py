@@ -12,6 +12,7 @@ from weft.checkpoint.checkpoint_files import FOLDER, find_damage, last_complete
 from weft.checkpoint.load import checkpoints
 from weft.config.dump import dump_yaml, read_saved
 from weft.config.run import RunConfig
+from weft.data.conversations.template import find_template
 from weft.data.tokenizers.copy import copy_tokenizer
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
@@ -158,6 +159,8 @@ class RunDirectory:
     def write_config(self, config: RunConfig) -> None:
         """Saves the resolved config and the tokenizer, so that the run can be resumed from the directory alone.
 
+        The chat template of raw data becomes the tokenizer's, so that the run is chatted with as it was trained.
+
         Raises:
             UserError: the files cannot be written.
         """
@@ -167,6 +170,9 @@ class RunDirectory:
             if config.tokenizer:  # copied in each session, because it may have changed
                 with hidden_folder(into) as made:
                     copy_tokenizer(config.tokenizer, made)
+                    if config.data is not None and config.data.chat_template is not None:
+                        template = find_template(Path(config.tokenizer), config.data.chat_template)
+                        (made / "chat_template.jinja").write_text(template.source, encoding="utf-8")
                     publish(made, into, replace=True)
 
     def tokenizer(self) -> Tokenizer | None:
