@@ -29,7 +29,7 @@ QUOTES = '"""'
 STEP_TOKENS = 512  # Ctrl-C ends an answer between two steps, so the steps of a long prompt must be short
 # Settings that /params shows and sets.
 PARAMS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-          "frequency_penalty", "seed")  # fmt: skip
+          "frequency_penalty", "seed", "max_length")  # fmt: skip
 ENDS = ("/quit", "/exit", "/bye")
 COMMANDS = {
     "/regenerate": "answer the last message again",
@@ -225,7 +225,7 @@ class Session:
         speed = (answer.tokens - 1) / (end - first) if answer.tokens > 1 else 1 / (end - start)
         line = f"{counted(answer.tokens, 'token')}, {rate(speed, 'token')}, the first after {timing(first - start)}"
         if answer.full:
-            line += f"; the model's window of {self.chat.window:,} tokens is full: /clear begins a new conversation"
+            line += "; the model's window is full: /clear begins a new conversation"
         elif answer.finish == "length":
             line += "; cut off: /params max_new_tokens=N allows more"
         elif answer.finish == "cancelled":

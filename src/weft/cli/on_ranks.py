@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.cli.stopping import terminable
 from weft.errors import UserError
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
     from weft.parallel.world import World
-    from weft.train.stop import Outcome
+    from weft.train.loop import Outcome
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,14 +61,9 @@ def run_on_ranks(
         # The local launcher has packed the raw data, and printed what was detected.
         console = Console(prints=os.environ["RANK"] == "0" and LAUNCHER not in os.environ)
         join_launcher()
-
-        def load() -> RunConfig:
-            return pack_sources(RunConfig.load(args.file, args.overrides, for_fit=True), console)
-
-        return run_rank(load, act, verb)
+        return run_rank(lambda: pack_sources(RunConfig.load(args.file, args.overrides), console), act, verb)
     ranks = args.nproc if args.nproc is not None and args.nproc > 0 else None
-    # Reports errors before torch is imported.
-    config = RunConfig.load(args.file, args.overrides, ranks=ranks, for_fit=True)
+    config = RunConfig.load(args.file, args.overrides, ranks=ranks)  # reports errors before torch is imported
     run_directory, options = prepare(config)
     from weft.data.raw.pack_sources import pack_sources
     from weft.launch.local import checked_nproc, launch_local
@@ -77,8 +71,7 @@ def run_on_ranks(
 
     nproc = checked_nproc(args.nproc)
     check_mesh(config, nproc)
-    with terminable():  # this process does not handle SIGTERM yet
-        config = pack_sources(config, Console())  # before ranks start
+    config = pack_sources(config, Console())  # before ranks start
     if nproc == 1:
         return run_rank(lambda: config, act, verb)
     command = [sys.executable, "-m", "weft", verb, args.file, *args.overrides, *options]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from weft.data.conversations.template import ChatTemplate
 from weft.data.documents import Counts, Reject
 from weft.data.sources import Reading, find_files, read_all
 from weft.data.sources.values import Unfit
-from weft.data.tokenizers.tokenizer import Prompt
 from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
 from weft.generation.engine import Engine
@@ -180,7 +179,7 @@ class Chat:
         def keep(answer: str) -> None:
             self.messages, self._repeated = [*messages, {"role": "assistant", "content": answer}], repeated
 
-        return Answer(self, stream, prompt, text[len(prompt.text) :] + self._lead, keep)
+        return Answer(self.engine, stream, text[len(prompt.text) :] + self._lead, room, keep)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> str:
         try:
@@ -196,11 +195,11 @@ class Answer:
         text: the text so far.
         tokens: number of tokens so far, with the token that ends the answer.
         finish: why the answer ended (see `Piece.finish`); None: it has not ended.
-        full: whether the answer ended because the conversation fills the model's window.
+        full: whether the answer ended because the conversation fills the model's window, or `Sampling.max_length`.
     """
 
-    def __init__(self, chat: Chat, stream: Stream, prompt: Prompt, lead: str, keep: Any):
-        self._chat, self._stream, self._length, self._lead, self._keep = chat, stream, len(prompt.ids), lead, keep
+    def __init__(self, engine: Engine, stream: Stream, lead: str, room: int | None, keep: Callable[[str], None]):
+        self._engine, self._stream, self._lead, self._room, self._keep = engine, stream, lead, room, keep
         self._raw, self.tokens = "", 0
         self.finish: Finish | None = None
 
@@ -212,7 +211,7 @@ class Answer:
 
     @property
     def full(self) -> bool:
-        return self.finish == "length" and self._length + self.tokens == self._chat.window
+        return self.finish == "length" and self.tokens == self._room
 
     def stop(self) -> None:
         """Ends the answer. What was generated is kept; an answer without text is not kept, nor is its question."""
@@ -221,7 +220,7 @@ class Answer:
     def __iter__(self) -> Iterator[str]:
         try:
             while not self._stream.finished:
-                self._chat.engine.step()
+                self._engine.step()
                 yield self._new_text()
             yield self._new_text()
         finally:
