@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -111,6 +111,8 @@ NAMES = (
                 "a process cannot train twice on a mesh"),
     PrivateName("torch.testing._internal.distributed.fake_pg:FakeStore", "a process group whose other ranks do not "
                 "exist", "`weft profile --structure` shows only meshes of one rank"),
+    PrivateName("torch._subclasses.fake_tensor:FakeTensorMode", "runs a layer without memory, to count its saved "
+                "tensors", "`weft profile --structure` shows no memory of saved tensors"),
 )  # fmt: skip
 
 
@@ -315,3 +317,10 @@ def fake_ranks(ranks: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         forget_groups()
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Returns a context in which new tensors have a device and a shape, but no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()

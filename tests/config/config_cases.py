@@ -49,7 +49,7 @@ def write(text: str, name: str = "run.yaml") -> str:
 def load(text: str | None = None, *overrides: str, name: str = "run.yaml", data: bool = False) -> RunConfig:
     if text is not None:
         write(text, name)
-    return RunConfig.load(name, overrides, check_data=data)
+    return RunConfig.load(name, overrides, check_data=data, for_fit=True)
 
 
 def problems(text: str | None = None, *overrides: str, name: str = "run.yaml", data: bool = False) -> list[str]:

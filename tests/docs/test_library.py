@@ -140,6 +140,10 @@ def test_a_model_given_by_its_path_is_kept_until_another_is_loaded(here, tmp_pat
     assert alive() == [False] * 5 + [True]
     weft.free_models()
     assert alive() == [False] * 6
+    tokenizer = text.tokenizer_of(copy)
+    assert text.tokenizer_of(copy) is tokenizer
+    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + "\n")
+    assert text.tokenizer_of(copy).digest != tokenizer.digest
 
 
 def test_a_text_ends_where_its_tokens_say_so(here):

@@ -106,9 +106,7 @@ def test_a_text_ends_at_the_models_maximum_length(position, options):
     model, longer = windowed(position=position), windowed(position=position, max_position_embeddings=64)
     longer.load_state_dict(model.state_dict() if position != "learned" else longer.state_dict())
     engine = Engine(model, **options)
-    with pytest.warns(
-        UserWarning, match="after 5 of 12 new tokens, at the model's maximum length of 8 tokens; set max"
-    ):
+    with pytest.warns(UserWarning, match="at the maximum length of 8 tokens, before 12 new tokens; set max"):
         pieces = list(engine.submit([1, 2, 3], Sampling(12, temperature=0)))
     assert [piece.finish for piece in pieces] == [None] * 4 + ["length"]
     assert engine.blocks.free == len(engine.blocks)
@@ -126,7 +124,7 @@ def test_the_maximum_length_can_be_set():
     with pytest.warns(UserWarning, match="20 positions, but the model's max_position_embeddings is 8"):
         found = weft.generate(model, [1] * 9, max_new_tokens=11, max_length=20, ignore_eos=True)
     assert found == weft.generate(longer, [1] * 9, max_new_tokens=11, ignore_eos=True)
-    with pytest.warns(UserWarning, match="after 2 of 4"):
+    with pytest.warns(UserWarning, match="of 4 tokens, before 4 new"):
         assert len(weft.generate(longer, [1, 2], max_new_tokens=4, max_length=4)) == 2
     with pytest.raises(UserError, match="max_length needs 9 positions, but the model has only 8; lower max_length"):
         weft.generate(windowed(position="learned"), [1], max_length=9)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
+import weft
 from weft.config.adapter import AdapterSection, decoder_layers, is_stacked, layer_of, tensor_name
 from weft.config.model import ModelSection
 from weft.errors import UserError
@@ -192,3 +193,41 @@ def test_a_new_adapter_changes_nothing_and_begins_like_a_linear_layer():
     gaussian = section.model_copy(update={"init": "gaussian"})
     value = initial_adapter_value("layers.0.mlp.up_proj.lora_a", weight.shape, gaussian, 3, torch.float32)
     assert value.std() == pytest.approx(1 / 64, rel=0.05)
+
+
+@pytest.mark.parametrize("keys", [{}, {"dora": True, "rslora": True}], ids=str)
+def test_loss_and_gradients_are_those_of_peft(tmp_path, keys):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    model = weft.load_model(tmp_path, dtype=torch.float64)
+    section = AdapterSection.model_validate({"r": 3, "alpha": 6.0, **keys})
+    add_adapter(model, section)
+    own = {path: parameter for path, parameter in model.named_parameters() if is_adapter(path)}
+    theirs = peft.get_peft_model(
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path).to(torch.float64),
+        peft.LoraConfig(
+            r=3, lora_alpha=6, target_modules="all-linear", use_dora=section.dora, use_rslora=section.rslora
+        ),
+        autocast_adapter_dtype=False,
+    ).to(torch.float64)
+    pairs = {}
+    for path, parameter in theirs.named_parameters():
+        name = path.removeprefix("base_model.model.model.").replace("self_attn", "attention").replace(".default", "")
+        for old, new in (("A.weight", "a"), ("B.weight", "b"), ("magnitude_vector.weight", "magnitude")):
+            name = name.replace(f"lora_{old}", f"lora_{new}")
+        if name in own:
+            pairs[name] = parameter
+            value = torch.randn(parameter.shape, dtype=torch.float64) * 0.2
+            parameter.data = value.abs() + 0.5 if name.endswith("magnitude") else value
+            own[name].data = parameter.data.clone()
+    assert pairs.keys() == own.keys()
+    tokens = torch.randint(64, (2, 12))
+    expected = theirs.train()(tokens, labels=tokens).loss
+    found = -model.train()(tokens[:, :-1], labels=tokens[:, 1:]).mean()
+    expected.backward()
+    found.backward()
+    assert found.item() == pytest.approx(expected.item(), abs=1e-6)  # Transformers' norms and loss are in float32
+    for name, parameter in pairs.items():
+        torch.testing.assert_close(own[name].grad, parameter.grad, rtol=0, atol=5e-6, msg=name)
+        assert parameter.grad.abs().max() > 1e-3, name

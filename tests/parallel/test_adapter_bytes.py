@@ -33,7 +33,9 @@ def held(file) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("quantize", "mesh", "bits"), [("nf4", {"dp_shard": 2}, 4), ("int8", {"tp": 2}, 8), (None, {}, 16)], ids=str
+    ("quantize", "mesh", "bits"),
+    [("nf4", {"dp_shard": 2}, 4), pytest.param("int8", {"tp": 2}, 8, marks=pytest.mark.matrix), (None, {}, 16)],
+    ids=str,
 )
 def test_a_rank_holds_its_shards_and_state_of_the_adapter_alone(runner, quantize, mesh, bits):
     base = runner.reference(Case("gqa", "plain"), steps=1)

@@ -88,8 +88,8 @@ def times(calls, amount):
 
 
 def around(ranks, *clipped):
-    """Weights, tokens and three votes to stop; the loss; squares of gradients that are cut, over each axis."""
-    sums = {("weights", "all_reduce", ranks): times(1, 5 * NUMBER), ("forward", "all_reduce", ranks): times(1, NUMBER)}
+    """Two weights, two counts of tokens, three votes to stop; the loss; squares of cut gradients, over each axis."""
+    sums = {("weights", "all_reduce", ranks): times(1, 7 * NUMBER), ("forward", "all_reduce", ranks): times(1, NUMBER)}
     return add(sums, *({("update", "all_reduce", axis): times(1, NUMBER)} for axis in clipped))
 
 
@@ -303,7 +303,7 @@ def test_stages_pass_on_each_micro_batch_once(count):
         neighbours = (rank > 0) + (rank < 2)
         passed = {(kind, "pp"): times(4 * neighbours, message) for kind in ("send", "receive")}
         tie = {(kind, "pp"): times(tied, matrix) for kind in ("send", "receive")}
-        sums = {("all_reduce", "pp"): (4, (5 + 1 + 1 + 1) * NUMBER)}  # weights; loss of the last and of all; squares
+        sums = {("all_reduce", "pp"): (4, (7 + 1 + 1 + 1) * NUMBER)}  # weights; loss of the last and of all; squares
         assert_counts(calls, add(passed, tie, sums), "kind", "axis", say=(rank, tied))
 
 

@@ -87,7 +87,7 @@ def test_the_command_prints_what_one_process_prints(tmp_path, tiny_tokenizer):
     )
     assert (two.returncode, two.stdout) == (0, one.stdout)
     short = subprocess.run([*command, "--tp", "2", "--max-length", "6"], capture_output=True, text=True, timeout=120)
-    assert (short.returncode, short.stderr.count("a text ended after")) == (0, 1)
+    assert (short.returncode, short.stderr.count("a text ended at")) == (0, 1)
     assert "[2] Ren mi" in two.stdout
     wrong = subprocess.run([*command, "--tp", "2", "--top-p", "7"], capture_output=True, text=True, timeout=120)
     assert (wrong.returncode, wrong.stderr.count("top_p is 7")) == (2, 1)

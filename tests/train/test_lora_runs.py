@@ -95,6 +95,15 @@ def test_a_resumed_run_is_the_same_to_the_bit(write, tmp_path, adapter):
     assert_same_weights(straight, broken)
 
 
+def test_a_run_says_how_much_it_trains(write, tmp_path, capsys):
+    for name, adapter in (("plain", {"init": "pissa"}), ("small", {"quantize": "nf4"})):
+        capsys.readouterr()
+        assert train(write(name, adapter), "training.steps=1") == 0
+        assert "167.4k parameters (9.3k trained)" in capsys.readouterr().err
+    counts = [json.loads((tmp_path / "runs" / name / "manifest.json").read_text()) for name in ("plain", "small")]
+    assert counts[0]["flops_per_token"] == counts[1]["flops_per_token"]
+
+
 def test_accumulation_changes_nothing(write, tmp_path):
     for name, size in (("one", 8), ("many", 2)):
         training = {"dtype": "float64", "micro_batch_size": size}
@@ -126,7 +135,7 @@ def test_another_base_model_is_refused(write, tmp_path, capsys):
     message = capsys.readouterr().err
     assert "not the weights that the adapter was trained on" in message
     assert "step-00000001" in message
-    with pytest.raises(UserError, match="step-00000001: this path does not exist"):
+    with pytest.raises(UserError, match=r"the base model of this adapter is not at .*base/checkpoints/step-00000001"):
         weft.load_model(tmp_path / "runs" / "lora")
 
 

@@ -33,6 +33,20 @@ class AdapterRecord:
     section: AdapterSection
     base: BaseModel
 
+    def found_base(self, checkpoint: Path) -> Path:
+        """Returns the path of the base model.
+
+        Args:
+            checkpoint: the adapter's checkpoint, for the message.
+
+        Raises:
+            UserError: the path does not exist.
+        """
+        if not self.base.path.exists():
+            what = f"the base model of this adapter is not at {self.base.path}; move the model there, or train again"
+            raise UserError(what, checkpoint)
+        return self.base.path
+
     def content(self, checkpoint: Path) -> dict[str, Any]:
         """Returns the content of `adapter.json` for a checkpoint, which is or will be at this path."""
         base = self.base.path.absolute()

@@ -129,7 +129,7 @@ def _build(
     section, record = architecture(checkpoint), read_record(checkpoint)
     if record is not None and quantize is not None:
         raise UserError("quantize: this is an adapter; merge it first (`weft merge`), or omit quantize", checkpoint)
-    tensors = open_base(section, checkpoint if record is None else resolve(record.base.path)).tensors
+    tensors = open_base(section, checkpoint if record is None else record.found_base(checkpoint)).tensors
     saved = {name: tensor.dtype for name, tensor in tensors.items()}
     dtypes = {name: saved_dtype(name, dtype, kind) for name, kind in saved.items()}
     if world is not None or budgets is not None:
@@ -213,7 +213,7 @@ def _load(checkpoint: Path, model: nn.Module, quantize: str | None = None) -> nn
     model.eval()
     record = read_record(checkpoint)
     if record is not None:
-        load_base(model, architecture(checkpoint), resolve(record.base.path), record)
+        load_base(model, architecture(checkpoint), record.found_base(checkpoint), record)
         load(checkpoint, model=model, select=is_adapter)
         subtract_initial_product(model, record.section)
     elif quantize is None:

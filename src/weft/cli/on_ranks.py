@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.cli.stopping import terminable
 from weft.errors import UserError
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
     from weft.parallel.world import World
-    from weft.train.loop import Outcome
+    from weft.train.stop import Outcome
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,9 +62,14 @@ def run_on_ranks(
         # The local launcher has packed the raw data, and printed what was detected.
         console = Console(prints=os.environ["RANK"] == "0" and LAUNCHER not in os.environ)
         join_launcher()
-        return run_rank(lambda: pack_sources(RunConfig.load(args.file, args.overrides), console), act, verb)
+
+        def load() -> RunConfig:
+            return pack_sources(RunConfig.load(args.file, args.overrides, for_fit=True), console)
+
+        return run_rank(load, act, verb)
     ranks = args.nproc if args.nproc is not None and args.nproc > 0 else None
-    config = RunConfig.load(args.file, args.overrides, ranks=ranks)  # reports errors before torch is imported
+    # Reports errors before torch is imported.
+    config = RunConfig.load(args.file, args.overrides, ranks=ranks, for_fit=True)
     run_directory, options = prepare(config)
     from weft.data.raw.pack_sources import pack_sources
     from weft.launch.local import checked_nproc, launch_local
@@ -71,7 +77,8 @@ def run_on_ranks(
 
     nproc = checked_nproc(args.nproc)
     check_mesh(config, nproc)
-    config = pack_sources(config, Console())  # before ranks start
+    with terminable():  # this process does not handle SIGTERM yet
+        config = pack_sources(config, Console())  # before ranks start
     if nproc == 1:
         return run_rank(lambda: config, act, verb)
     command = [sys.executable, "-m", "weft", verb, args.file, *args.overrides, *options]

@@ -15,7 +15,7 @@ from weft.files import refuse_existing
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
-    from weft.train.loop import Outcome
+    from weft.train.stop import Outcome
 
 HELP = "profile the time and memory of training steps"
 GROUP = "train"
@@ -55,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--structure",
         action="store_true",
-        help="run no step; print the sharded model of rank 0, the wrappers of each module's forward, and the "
-        "placements of the parameters. --nproc sets the number of ranks (default: the fewest that fit the mesh). No "
-        "ranks are started, and no memory for weights is needed",
+        help="run no step; print the sharded model of rank 0, the wrappers of each module's forward, the placements of "
+        "the parameters, and the estimated memory of a step. --nproc sets the number of ranks (default: the fewest "
+        "that fit the mesh). No ranks are started, and no memory for weights is needed",
     )
 
 
@@ -89,14 +89,16 @@ def refuse_unused(args: argparse.Namespace) -> None:
 
 
 def show_structure(args: argparse.Namespace) -> int:
-    """Prints the modules of rank 0's sharded model, the wrappers of each module, and the placements of parameters."""
+    """Prints the modules of rank 0's sharded model, their wrappers, placements of parameters, and estimated memory."""
+    from weft.config.derive import batch_sequences, sequence_length, split_batch
     from weft.config.legal_mesh import check_mesh
     from weft.config.mesh import least_ranks
     from weft.config.run import RunConfig
 
-    config = RunConfig.load(args.file, args.overrides, ranks=args.nproc)
+    config = RunConfig.load(args.file, args.overrides, ranks=args.nproc, for_fit=True)
     ranks = args.nproc or least_ranks(config.parallel)
-    check_mesh(config, ranks)
+    shape, given = check_mesh(config, ranks), config.training.micro_batch_size
+    _, size = split_batch(batch_sequences(config), sequence_length(config), shape, given, config.parallel)
 
     from weft.observe.console import Console
     from weft.parallel.structure import structure
@@ -105,7 +107,8 @@ def show_structure(args: argparse.Namespace) -> int:
     from weft.train.build import model_plan
 
     config = config.model_copy(update={"training": choose(config.training, local_device(Console()))})
-    Console().result(structure(model_plan(config), ranks))
+    states = 1 if config.optimizer.type == "muon" else 2  # tensors per parameter, mostly; AdamW has two moments
+    Console().result(structure(model_plan(config), ranks, size, states))
     return 0
 
 

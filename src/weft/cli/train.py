@@ -9,7 +9,7 @@ from weft.cli.on_ranks import add_run_arguments, run_on_ranks
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
-    from weft.train.loop import Outcome
+    from weft.train.stop import Outcome
 
 HELP = "train the model that a run file describes; resume an interrupted run"
 GROUP = "train"

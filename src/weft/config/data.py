@@ -148,9 +148,9 @@ class DataSection(Section):
     run packs raw data into a cache first, or uses the cached token store (docs/tuning/data.md).
     """
 
-    train: Folder | DatasetSection | Annotated[list[Source], MinLen(1)]
+    train: Folder | DatasetSection | Annotated[list[Source], MinLen(1)] | None = None
     """Training data: a token store, raw data, a custom dataset `{type: module:Class, ...}`, or a list of these, which
-    is a mixture.
+    is a mixture. `weft train` requires it; a program that passes its own batches to `Trainer.step` omits it.
     """
     validation: HeldOut | None = None
     """Held-out data: a token store, raw data, a custom dataset, or several of these, each with a name, such as `{code:

@@ -24,7 +24,7 @@ def check_data_section(draft: Draft) -> None:
     _check_mixture(draft)
     _check_length_warmup(draft)
     check_document_attention(draft)
-    key, no_store = "data.document_attention", "data.train" in draft.values and not data_section(draft).paths[0]
+    key, no_store = "data.document_attention", draft.get("data.train") is not None and not data_section(draft).paths[0]
     packing = draft.get("data.packing")
     if packing in ("best_fit", "pad"):
         if no_store:
@@ -207,7 +207,9 @@ def check_warm_up(draft: Draft, key: str, total: int | None, divisor: int) -> No
 
 
 def sequences_per_step(draft: Draft) -> int | None:
-    """Returns the number of sequences in the global batch; None if it is not known."""
+    """Returns the number of sequences in the global batch; None if it is not known, as without `data.train`."""
+    if draft.values.get("data.train", "not known") is None:
+        return None
     length, tokens = draft.get("data.sequence_length"), draft.get("training.batch_tokens")
     if not length or "training.batch_tokens" not in draft.values:
         return None

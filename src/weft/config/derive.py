@@ -17,9 +17,29 @@ DEFAULT_SEQUENCES = 32  # in the global batch, if training.batch_tokens is not s
 DEFAULT_MICRO_BATCH_TOKENS = 8192  # large enough for efficient matrix products, small enough for memory
 
 
-@dataclass(frozen=True)
-class RunLength:
-    """The length, the batch sizes and the intervals of a run.
+@dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """The length and the intervals of a run whose batches are passed to `Trainer.step`.
+
+    Attributes:
+        steps: number of optimizer updates; None if the run has no length.
+        validation_every, checkpoint_every, samples_every: intervals in steps; None: never.
+    """
+
+    steps: int | None
+    validation_every: int | None
+    checkpoint_every: int | None
+    samples_every: int | None
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Number of tokens in the global batch; None if it is not known."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLength(Intervals):
+    """The length, the batch sizes and the intervals of a run that reads `data.train`.
 
     Attributes:
         steps: number of optimizer updates.
@@ -114,6 +134,38 @@ def derive(
         validation_every=validation,
         checkpoint_every=config.checkpoint.every or tenth,
         samples_every=config.samples.every or validation,
+    )
+
+
+def derive_intervals(config: RunConfig) -> Intervals:
+    """Returns the length and the intervals of a run whose batches are passed to `Trainer.step`.
+
+    Without `training.steps`, the run has no length, and only the intervals that the config sets.
+
+    Raises:
+        UserError: the length is set in tokens or epochs, or an interval that the run needs cannot be derived.
+    """
+    training, steps = config.training, config.training.steps
+    for key in ("tokens", "epochs"):
+        if getattr(training, key) is not None:
+            raise UserError(
+                f"training.{key}: the sizes of batches that are passed to Trainer.step are not known in advance; set "
+                "training.steps instead, or remove the key"
+            )
+    tenth = None if steps is None else max(1, steps // 10)
+    validation = config.validation.every or tenth
+    samples = config.samples.every or validation
+    for key, needed, every in (
+        ("validation.every", config.data.validation is not None, validation),
+        ("samples.every", bool(config.samples.prompts), samples),
+    ):
+        if needed and every is None:
+            raise UserError(f"{key}: cannot be derived, because the run has no length; set {key} or training.steps")
+    return Intervals(
+        steps=steps,
+        validation_every=validation,
+        checkpoint_every=config.checkpoint.every or tenth,
+        samples_every=samples,
     )
 
 

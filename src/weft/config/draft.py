@@ -32,7 +32,6 @@ from weft.errors import Problem, UserError
 _SIZE = "a size of the decoder, or a preset, such as preset: llama-60m"
 REQUIRED = {
     "model": "the model to train, such as model: llama-60m",
-    "data.train": "the token store to train on (`weft data pack` makes one)",
     **dict.fromkeys(("model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads"), _SIZE),
 }
 

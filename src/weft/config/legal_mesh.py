@@ -38,17 +38,16 @@ def check_mesh(config: RunConfig, ranks: int) -> MeshShape:
     Raises:
         ConfigError: the mesh is not legal. The message lists all reasons, and the nearest legal mesh.
     """
-
-    def get(key: str) -> Any:
-        found: Any = config
-        for name in key.split("."):
-            found = getattr(found, name, None)
-        return found
-
-    reasons = reasons_against(get, batch_sequences(config), ranks)
+    sequences = None if config.data.train is None else batch_sequences(config)
+    reasons = reasons_against(_getter(config), sequences, ranks)
     if reasons:
         raise ConfigError([_placed(config, reason) for reason in reasons])
     return mesh_shape(config.parallel, ranks)
+
+
+def sequence_unit(config: RunConfig, shape: MeshShape) -> int:
+    """Returns the number of which the length of every sequence must be a multiple, for `cp` and `tp`."""
+    return Needs(_getter(config), config.parallel, None).sequence_unit(shape)
 
 
 def check_tensor_parallel(model: ModelSection, tp: int) -> None:
@@ -65,6 +64,18 @@ def check_tensor_parallel(model: ModelSection, tp: int) -> None:
     if reasons:
         found = " and ".join(reason.what.partition(";")[0] for reason in reasons)
         raise UserError(f"tensor parallelism over {tp} ranks: {found}; choose another number of ranks")
+
+
+def _getter(config: RunConfig) -> GetValue:
+    """Returns a function that returns a value of a config by its dotted key; None if the config has no such key."""
+
+    def get(key: str) -> Any:
+        found: Any = config
+        for name in key.split("."):
+            found = getattr(found, name, None)
+        return found
+
+    return get
 
 
 def _placed(config: RunConfig, reason: Reason) -> Problem:

@@ -170,10 +170,14 @@ class Needs:
         """Whether `cp_method: all_to_all` is possible on a mesh (see `can_exchange_heads`)."""
         return self.heads is None or can_exchange_heads(self.heads, shape.tp, shape.cp)
 
-    def _rows(self, shape: MeshShape) -> Iterator[Reason]:
+    def sequence_unit(self, shape: MeshShape) -> int:
+        """Returns the number of which the length of every sequence must be a multiple."""
         gathers = shape.cp > 1 and (self.section.cp_method in ("all_gather", "ring") or not self.exchanges(shape))
         # With gathered keys and values, a rank has one slice from the front of a sequence and one from its end.
-        unit = shape.cp * (math.lcm(2, shape.tp) if gathers else shape.tp)
+        return shape.cp * (math.lcm(2, shape.tp) if gathers else shape.tp)
+
+    def _rows(self, shape: MeshShape) -> Iterator[Reason]:
+        unit = self.sequence_unit(shape)
         for key, length in self.lengths:
             if length % unit:
                 axes = [axis for axis in ("cp", "tp") if shape.sizes[axis] > 1]

@@ -19,21 +19,27 @@ from weft.config.model_rules import known_model, model_mistakes
 from weft.config.python_source import NotFound, find_class
 from weft.config.signature import has_attribute
 from weft.config.transformers_model import longest_sequence
+from weft.errors import Problem
 
 MOST_STEPS = 10**12  # with more steps, the number of a sample would not fit into 64 bits
 MOST_NAME = 200  # bytes: file systems allow 255, and longer names are derived from the run's name
 LENGTHS = ("training.steps", "training.tokens", "training.epochs")
 
 
-def apply_rules(draft: Draft, *, check_data: bool) -> None:
+def apply_rules(draft: Draft, *, check_data: bool) -> list[Problem]:
     """Fills in derived keys, and reports keys that contradict each other.
 
     Args:
         check_data: whether the headers of the tokenizer and of the token stores are checked too.
+
+    Returns:
+        Problems that are not reported: the training data or the length of the run are missing. `Trainer.step` needs
+        neither.
     """
     for key, what, also in model_mistakes(known_model(draft.get)):
         draft.report(f"model.{key}", what, *(f"model.{name}" for name in also))
     check_components(draft)
+    lacks = _missing_for_fit(draft)
     _check_run_length(draft)
     _check_sequence_length(draft)
     _check_batch(draft)
@@ -57,6 +63,20 @@ def apply_rules(draft: Draft, *, check_data: bool) -> None:
     _check_precision(draft, steps)
     if draft.get("samples.prompts") and "tokenizer" in draft.values and draft.get("tokenizer") is None:
         draft.report("samples.prompts", "prompts need a tokenizer; set tokenizer, or remove the prompts")
+    return lacks
+
+
+def _missing_for_fit(draft: Draft) -> list[Problem]:
+    """Returns the problems of a file without training data or without a length of the run. Reports none of them."""
+    before = len(draft.problems)
+    if draft.values.get("data.train", "not known") is None:
+        draft.report("data.train", "required: the token store to train on (`weft data pack` makes one); add it")
+    reported = any(problem.key == "training" for problem in draft.problems)
+    if not reported and all(draft.values.get(name, "not known") is None for name in LENGTHS):
+        draft.report("training", "the run has no length; set one of steps, tokens or epochs")
+    found = draft.problems[before:]
+    del draft.problems[before:]
+    return found
 
 
 def _check_run_length(draft: Draft) -> None:
@@ -64,9 +84,6 @@ def _check_run_length(draft: Draft) -> None:
     if len(given) > 1:
         names = " and ".join(name.removeprefix("training.") for name in given)
         draft.report(given[0], f"{names} each set the length of the run; keep one of these keys")
-    reported = any(problem.key == "training" for problem in draft.problems)
-    if not given and not reported and all(name in draft.values for name in LENGTHS):
-        draft.report("training", "the run has no length; set one of steps, tokens or epochs")
 
 
 def _check_lists(draft: Draft) -> None:

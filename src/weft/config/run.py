@@ -158,13 +158,13 @@ class RunConfig(Section):
     """Folder of the tokenizer, with a `tokenizer.json`. The tokenizer is copied into the run directory. Default: no
     tokenizer; then the trained model cannot generate text.
     """
-    data: DataSection
+    data: DataSection = _default(DataSection)
     objective: ObjectiveSection = _default(ObjectiveSection)
     adapter: AdapterSection | None = None
     """Low-rank adapter (LoRA) to train in place of the model's weights. Default: none; all weights are trained."""
     optimizer: OptimizerSection = _default(OptimizerSection)
     schedule: ScheduleSection = _default(ScheduleSection)
-    training: TrainingSection
+    training: TrainingSection = _default(TrainingSection)
     validation: ValidationSection = _default(ValidationSection)
     samples: SamplesSection = _default(SamplesSection)
     parallel: ParallelSection = _default(ParallelSection)
@@ -176,10 +176,17 @@ class RunConfig(Section):
     log: LogSection = _default(LogSection)
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _lacks: list[Problem] = PrivateAttr(default_factory=list)
 
     @classmethod
     def load(
-        cls, path: str | Path, overrides: Sequence[str] = (), *, check_data: bool = True, ranks: int | None = None
+        cls,
+        path: str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        check_data: bool = True,
+        ranks: int | None = None,
+        for_fit: bool = False,
     ) -> RunConfig:
         """Reads, merges, checks and completes a YAML file.
 
@@ -192,6 +199,8 @@ class RunConfig(Section):
             check_data: whether the headers of the tokenizer and of the token stores are read and checked too.
             ranks: world size for which the mesh is checked. Default: the world size that torchrun set, otherwise the
                 smallest that fits the mesh.
+            for_fit: whether the training data and the length of the run are required. `Trainer.fit` requires them;
+                `Trainer.step` does not.
 
         Raises:
             ConfigError: the configuration has problems. All are listed, ordered by file and line; each has file, line,
@@ -204,13 +213,20 @@ class RunConfig(Section):
         tree, known = resolve_model(tree, problems)
         draft = Draft(tree, problems, cls, model_known=known, ranks=ranks or launched_ranks())
         draft.check()
-        if draft.complete:
-            apply_rules(draft, check_data=check_data)
+        lacks = apply_rules(draft, check_data=check_data) if draft.complete else []
+        if for_fit:
+            draft.problems += lacks
         if draft.problems:
             raise ConfigError(_in_order(draft.problems, files))
         config: RunConfig = draft.finish()
         config._origins.update(draft.origins)
+        config._lacks.extend(lacks)
         return config
+
+    def raise_unless_complete(self) -> None:
+        """Raises ConfigError if the training data or the length of the run are missing, which `Trainer.fit` needs."""
+        if self._lacks:
+            raise ConfigError(self._lacks)
 
     def __eq__(self, other: object) -> bool:
         """Whether two configurations have equal values; the origins of the values are not compared."""

@@ -14,15 +14,25 @@ from weft.config.mesh import MeshShape
 from weft.config.run import RunConfig
 from weft.headers import read_store_header
 
+# Keys that choose batches, and have no effect if the batches are passed to `Trainer.step`.
+_BATCHES = (
+    *(f"data.{key}" for key in ("train", "shuffle", "workers", "temperature", "curriculum", "mixture_block")),
+    "data.length_warmup",
+    "training.batch_tokens",
+)
 
-def warnings(config: RunConfig, mesh: MeshShape, *, open_data: bool = True) -> list[str]:
+
+def warnings(config: RunConfig, mesh: MeshShape, *, open_data: bool = True, given: bool = False) -> list[str]:
     """Returns all warnings about a config, one text each.
 
     Args:
         mesh: the mesh of the run.
+        given: whether the batches are passed to `Trainer.step`.
         open_data: whether the headers of token stores are read and checked too.
     """
     found = [*_held_out(config), *_parallel(config, mesh), *_device(config)]
+    if given and (unused := [key for key in _BATCHES if _is_set(config, key)]):
+        found.append(f"{', '.join(unused)}: no effect, because the batches are passed to Trainer.step")
     return found + (_unknown_tokenizers(config) if open_data else [])
 
 

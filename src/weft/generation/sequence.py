@@ -63,11 +63,12 @@ class GeneratedSequence:
             finish = "stop"
         elif constraint is not None and constraint.advance(self.tokens[self.prompt :]):
             finish, complete = "stop", True
-        new, wanted = len(self.tokens) - self.prompt, self.context.sampling.max_new_tokens
-        if finish == "length" and new < wanted:
+        wanted = self.context.sampling.max_new_tokens
+        if finish == "length" and len(self.tokens) < self.prompt + wanted:
+            # The same text for all requests, so that Python prints it once.
             warnings.warn(
-                f"a text ended after {new:,} of {wanted:,} new tokens, at the model's maximum length of {self.limit:,} "
-                "tokens; set max_length if the model can continue longer texts",
+                f"a text ended at the maximum length of {self.limit:,} tokens, before {wanted:,} new tokens; set "
+                "max_length if the model can continue longer texts",
                 stacklevel=2,
             )
         return self.stream.put(self.index, choice, finish, complete=complete)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -174,9 +175,12 @@ def _load_models(*wanted: tuple[Any, str | None]) -> list[Any]:
 def _identity(checkpoint: Path) -> tuple:
     """Returns a value that changes when the files of a checkpoint or of a Hugging Face folder change."""
     record = read_record(checkpoint)
-    files = [(file.name, file.stat()) for file in sorted(checkpoint.iterdir())]
-    stats = [(name, stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in files]
-    return checkpoint.resolve(), *stats, *(() if record is None else _identity(find_checkpoint(record.base.path)))
+    return *_stamp(checkpoint), *(() if record is None else _identity(find_checkpoint(record.base.path)))
+
+
+def _stamp(folder: Path) -> tuple:
+    files = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
+    return folder.resolve(), *((name, stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in files)
 
 
 def free_models() -> None:
@@ -303,7 +307,7 @@ def tokenizer_of(checkpoint: Path | None) -> Tokenizer:
         )
     folder = tokenizer_folder(checkpoint)
     if folder is not None:
-        return Tokenizer.load(folder)
+        return _load_tokenizer(folder, _stamp(folder))
     if is_huggingface(checkpoint) or checkpoint.absolute().parent.name != "checkpoints":
         raise UserError(
             "there is no tokenizer.json with this model; put the tokenizer's files into this folder", checkpoint
@@ -325,4 +329,9 @@ def stop_ids_of(checkpoint: Path | None) -> set[int]:
     ids = (read_origin(checkpoint).get("generation_config") or {}).get("eos_token_id")
     found = set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
     folder = tokenizer_folder(checkpoint)
-    return found | {Tokenizer.load(folder).eod_id} if folder is not None else found
+    return found | {_load_tokenizer(folder, _stamp(folder)).eod_id} if folder is not None else found
+
+
+@functools.lru_cache(maxsize=2)
+def _load_tokenizer(folder: Path, stamp: tuple) -> Tokenizer:
+    return Tokenizer.load(folder)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from weft.config.components import load_class
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.models.decoder import Decoder
+from weft.models.layers.blockwise import PACKED
 from weft.models.layers.moe import Experts
 
 
@@ -24,6 +26,16 @@ def build_model(section: ModelSection | TransformersModelSection | CustomModelSe
 
         return build_transformers_model(section)
     return load_class(section, "model")(**section.arguments)
+
+
+def parameter_size(name: str, parameter: torch.Tensor) -> int:
+    """Returns the number of the model's parameters that a tensor stands for.
+
+    A quantized weight counts like the weight. Its scales, and the initial values that PiSSA keeps, do not count.
+    """
+    if name.endswith(("_scale", "lora_a0", "lora_b0")):
+        return 0
+    return parameter.numel() * PACKED.get(parameter.dtype, 1)
 
 
 def matmul_parameters(model: nn.Module) -> int:
@@ -58,6 +70,6 @@ def _multiplied(model: nn.Module) -> dict[nn.Parameter, int]:
         chosen = config.moe.num_experts_per_tok if config and config.moe and isinstance(module, Experts) else None
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() >= 2 and not name.endswith("bias"):  # experts have a bias each
-                size = parameter.numel()
+                size = parameter_size(name, parameter)
                 found[parameter] = size if chosen is None else size // parameter.shape[0] * chosen
     return found

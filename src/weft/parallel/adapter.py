@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from weft.config.adapter import AdapterSection, adapted_layers, decoder_layers, is_stacked
 from weft.config.model import ModelSection
 from weft.models.adapter import add_adapter, initial_adapter_value, is_adapter, quantized_weights
+from weft.models.decoder import Decoder
 from weft.models.layers.blockwise import dequantize_blocks
 from weft.models.layers.lora import Lora, is_quantized
 from weft.parallel.local_parameters import local, set_full_value
@@ -30,6 +31,10 @@ def adapt(model: nn.Module, state: ModelState) -> nn.Module:
     plan = state.plan
     if plan.adapter is None:
         return model
+    if state.world.shape.tp > 1 and not isinstance(model, Decoder):
+        raise error_on_all_ranks(
+            "adapter: with parallel.tp, only the built-in decoder can have one; set parallel.tp: 1"
+        )
     layers = None
     if isinstance(plan.model, ModelSection):  # a pipeline stage has only some of the layers
         found = decoder_layers(plan.model)

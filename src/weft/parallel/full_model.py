@@ -47,7 +47,8 @@ def gather_full_model(
             value = None
             if stage == own_stage:
                 value = tensors[name].detach()
-                value = (value.full_tensor() if isinstance(value, DTensor) else value).to(dtype)
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+                value = value.to(dtype) if value.is_floating_point() else value
             if stage and sends and value is not None:
                 dist.send(value.contiguous(), group=world.pp_group, group_dst=0)
             elif stage and world.rank == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,11 +29,12 @@ class Loss:
     scalars: Mapping[str, Pair] = field(default_factory=dict)
 
 
-class Objective(Protocol):
+class Objective:
     """A training objective: returns the model's `inputs`, and the `loss` of the model's outputs.
 
     The loss is a sum. Weft divides it by the `weight` of the global batch, so that results do not depend on the number
-    of micro-batches or ranks.
+    of micro-batches or ranks. A subclass needs only `loss`: `inputs` and `weight` are those of next-token prediction. A
+    custom objective need not inherit from this class.
 
     Optional attributes of the class or the object:
 
@@ -46,6 +47,8 @@ class Objective(Protocol):
 
     Optional methods:
 
+    - `batch(records) -> dict` converts what a user's loop passes to `Trainer.step`, such as a list of prompts, answers
+      and rewards, to a dict of CPU tensors or arrays: `tokens` or `input_ids`, and the declared fields.
     - `prepare(forward, batch) -> dict` runs before the forward passes of each step, without gradient and dropout. The
       dict that it returns is added to `batch.extra` before `inputs` and `loss` are called. `forward(inputs)` calls the
       model.
@@ -58,11 +61,12 @@ class Objective(Protocol):
 
         With `labels` the model returns the log-probability of each label instead of logits.
         """
-        ...
+        names = ("tokens", "positions", "segments", "labels")
+        return {name: getattr(batch, name) for name in names}
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """Returns the weight of the batch as a scalar tensor, such as the number of tokens with loss, or of pairs."""
-        ...
+        """Returns the weight of the batch as a scalar tensor. Default: the sum of the weights of its tokens."""
+        return batch.weight.sum(dtype=torch.float64)
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor | Loss:
         """Returns the loss, summed over the units that `weight` counts (such as tokens).
@@ -70,7 +74,7 @@ class Objective(Protocol):
         Args:
             outputs: log-probabilities `[batch, seq]` if `inputs` returned `labels`; else logits `[batch, seq, vocab]`.
         """
-        ...
+        raise NotImplementedError
 
 
 class Totals:

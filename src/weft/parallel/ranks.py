@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from weft.errors import UserError
@@ -34,6 +35,15 @@ def all_gather_object(value: T) -> list[T]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def broadcast_object(value: T) -> T:
+    """Returns the value of rank 0, on every rank."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+    return values[0]
 
 
 def agree(action: Callable[[], T], only_first: bool = False) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from weft.parallel.apply import assemble
 from weft.parallel.axes.pipeline import Stages
 from weft.parallel.fp8 import raise_unless_installed
 from weft.parallel.local_parameters import local
+from weft.parallel.memory.estimate import MemoryEstimate, estimate_memory
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks, state_of
 from weft.parallel.world import World, meshes
 from weft.torch_private import fake_ranks
@@ -28,14 +30,42 @@ class FakeWorld(World):
         return act()
 
 
-def structure(plan: ModelPlan, ranks: int) -> str:
+def structure(plan: ModelPlan, ranks: int, micro_batch_size: int | None = None, states: int = 2) -> str:
     """Returns a text that shows the structure of rank 0's model on `ranks` ranks.
+
+    With `micro_batch_size`, the text also contains an estimate of the memory of a training step (`estimate_memory`).
 
     Builds the model on the meta device with a fake process group. A process group must not exist already.
 
     Raises:
         UserError: if the model cannot be built on this mesh, or fp8 is used and torchao is not installed.
     """
+    with _assembled(plan, ranks) as (model, state):
+        dtype, state_dtype = (str(each).removeprefix("torch.") for each in (plan.dtype, plan.state_dtype))
+        shape = state.world.shape
+        lines = [f"mesh: {shape}; rank 0 of {ranks}; compute in {dtype}, parameters in {state_dtype}"]
+        for number, stage in (model.stages if isinstance(model, Stages) else {None: model}).items():
+            lines += _stage(number, stage, state)
+        if micro_batch_size is not None and plan.sequence:
+            size = f"{micro_batch_size} x {plan.sequence:,} tokens"
+            estimate = estimate_memory(model, plan, state.world, micro_batch_size=micro_batch_size, states=states)
+            lines += ["", f"memory of rank 0, estimated for micro-batches of {size}:", *estimate.lines()]
+        return "\n".join(lines)
+
+
+def estimated_memory(plan: ModelPlan, ranks: int, *, micro_batch_size: int, states: int = 2) -> MemoryEstimate:
+    """Estimates the memory of rank 0 on `ranks` ranks in a training step. Conditions and errors are as in `structure`.
+
+    Args:
+        micro_batch_size, states: as in `estimate_memory`.
+    """
+    with _assembled(plan, ranks) as (model, state):
+        return estimate_memory(model, plan, state.world, micro_batch_size=micro_batch_size, states=states)
+
+
+@contextmanager
+def _assembled(plan: ModelPlan, ranks: int) -> Iterator[tuple[nn.Module, ModelState]]:
+    """Context with rank 0's model on the meta device, and its state, in a fake process group."""
     if plan.fp8:
         raise_unless_installed()
     shape = mesh_shape(plan.parallel, ranks)
@@ -44,10 +74,7 @@ def structure(plan: ModelPlan, ranks: int) -> str:
         model = assemble(plan, world)
         state = state_of(model)
         assert state is not None
-        dtype, state_dtype = (str(each).removeprefix("torch.") for each in (plan.dtype, plan.state_dtype))
-        head = f"mesh: {shape}; rank 0 of {ranks}; compute in {dtype}, parameters in {state_dtype}"
-        stages = model.stages if isinstance(model, Stages) else {None: model}
-        return "\n".join([head, *(line for number, stage in stages.items() for line in _stage(number, stage, state))])
+        yield model, state
 
 
 def _stage(number: int | None, model: nn.Module, state: ModelState) -> Iterator[str]:

@@ -14,6 +14,7 @@ from weft.checkpoint.base_model import base_path, load_base
 from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
 from weft.checkpoint.load import checkpoints, load, resolve
 from weft.config.components import make_component
+from weft.config.rules import MOST_STEPS
 from weft.config.run import RunConfig
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
@@ -21,6 +22,7 @@ from weft.models.adapter import is_adapter
 from weft.models.parameter_patterns import raise_if_unmatched
 from weft.models.roles import parameter_roles
 from weft.optim.parameter_groups import parameter_groups
+from weft.optim.schedule import Schedule
 from weft.parallel.adapter import fill_from_base, subtract_initial_product
 from weft.parallel.apply import build_sharded_model
 from weft.parallel.gradients.compress import PowerSGD
@@ -61,6 +63,23 @@ class Built:
     def step(self) -> int:
         """Number of updates of earlier sessions."""
         return int(self.state["step"])
+
+
+def make_schedule(config: RunConfig, steps: int | None) -> Schedule:
+    """Returns the schedule of the run.
+
+    Args:
+        steps: number of updates of the run; None if the run has no length.
+
+    Raises:
+        UserError: the schedule depends on the length, and the run has none.
+    """
+    section = config.schedule
+    if steps is None and (section.type != "constant" or section.arguments.get("warmup_fraction")):
+        what = "warmup_fraction" if section.type == "constant" else f"the schedule {section.type}"
+        remedy = "warmup_steps" if section.type == "constant" else "schedule: {type: constant}"
+        raise UserError(f"schedule: {what} depends on the length of the run; set training.steps, or {remedy}")
+    return make_component(section, "schedule", MOST_STEPS if steps is None else steps)
 
 
 def components(config: RunConfig, world: World) -> tuple[Objective, Callbacks]:

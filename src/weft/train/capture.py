@@ -61,7 +61,7 @@ class ProfilingRecorder(Recorder):
         length = dataclasses.replace(data.length, steps=request.warmup + request.steps)
         super().__init__(job, dataclasses.replace(data, length=length), model, step)
 
-    def _introduce(self, parameters: int, step: int, plan: Any) -> None:
+    def _introduce(self, parameters: int, trained: int, step: int, plan: Any) -> None:
         self.parameters = parameters
 
     def start(self, tensors: Callable[[], Tensors]) -> None:
@@ -74,7 +74,7 @@ class ProfilingRecorder(Recorder):
         if self.prints:
             self.console.line(
                 f"profiling {self.config.run.name}: {amount(self.parameters)} parameters, {request.warmup} warm-up and "
-                f"{counted(request.steps, 'recorded step')} of {counted(self.length.tokens_per_step, 'token')}, "
+                f"{counted(request.steps, 'recorded step')} of {counted(self.length.tokens_per_step or 0, 'token')}, "
                 f"{self.config.training.dtype} on {self.world.ranks} x {device}"
             )
         if not self.records:
@@ -108,8 +108,8 @@ class ProfilingRecorder(Recorder):
         super().data_arrived()
         self.waiting.__exit__(None, None, None)
 
-    def end_step(self, step: int, sequence: int, **measured: float) -> dict[str, Any]:
-        line = super().end_step(step, sequence, **measured)
+    def end_step(self, step: int, size: int, sequence: int, **measured: float) -> dict[str, Any]:
+        line = super().end_step(step, size, sequence, **measured)
         self.range.__exit__(None, None, None)
         self.mark()
         self.seconds.append(self.clock.step_seconds)

@@ -14,7 +14,6 @@ class StepClock:
     """Times the steps. Averages speed and times over the steps since the last call of `reset`.
 
     Args:
-        tokens: number of tokens per step.
         flops_per_token: function that returns the FLOPs per token for a sequence length.
         peak: peak FLOP/s, summed over all devices.
 
@@ -23,13 +22,14 @@ class StepClock:
         warmup_seconds: duration of the session's first step, which compiles and allocates; None until it has ended.
         steady_seconds: total duration of the later steps.
         steady_steps: number of later steps.
+        steady_tokens: number of tokens of the later steps.
     """
 
-    def __init__(self, device: torch.device, tokens: int, flops_per_token: Callable[[int], float], peak: float):
-        self.device, self.tokens, self.flops_per_token, self.peak = device, tokens, flops_per_token, peak
+    def __init__(self, device: torch.device, flops_per_token: Callable[[int], float], peak: float):
+        self.device, self.flops_per_token, self.peak = device, flops_per_token, peak
         self.warmup_seconds: float | None = None
         self.step_seconds = self.steady_seconds = 0.0
-        self.steady_steps = 0
+        self.steady_steps = self.steady_tokens = 0
         self._began = time.perf_counter()
         self.reset()
 
@@ -37,7 +37,7 @@ class StepClock:
         """Starts new averages. Called after each line of metrics is written."""
         self._warmup_logged = self.warmup_seconds is not None
         self.flops = self.seconds = self.data_seconds = 0.0
-        self.steps = 0
+        self.steps = self.tokens = 0
 
     def begin(self) -> None:
         """Starts the timer of a step."""
@@ -47,8 +47,8 @@ class StepClock:
         """Records that the step's batch has arrived; the time since `begin` counts as waiting for data."""
         self.data_seconds += time.perf_counter() - self._began
 
-    def end(self, sequence: int) -> None:
-        """Ends the timer of a step with sequences of `sequence` tokens."""
+    def end(self, tokens: int, sequence: int) -> None:
+        """Ends the timer of a step with `tokens` tokens, in sequences of `sequence` tokens."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.step_seconds = seconds = time.perf_counter() - self._began
@@ -59,15 +59,16 @@ class StepClock:
         else:
             self.steady_seconds += seconds
             self.steady_steps += 1
-        self.flops += self.tokens * self.flops_per_token(sequence)
+            self.steady_tokens += tokens
+        self.tokens += tokens
+        self.flops += tokens * self.flops_per_token(sequence)
 
     def metrics(self) -> dict[str, float | None]:
         """Returns metric name -> mean speed or time of the steps since the last call of `reset`."""
-        tokens = self.tokens * self.steps
-        speed = tokens / self.seconds
+        speed = self.tokens / self.seconds
         return {
             "tokens_per_second": speed,
-            "mfu": mfu(speed, self.flops / tokens, self.peak),
+            "mfu": mfu(speed, self.flops / max(1, self.tokens), self.peak),
             "step_seconds": self.seconds / self.steps,
             "data_seconds": self.data_seconds / self.steps,
             **({} if self._warmup_logged else {"warmup_seconds": self.warmup_seconds}),

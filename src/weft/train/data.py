@@ -6,14 +6,23 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
 from weft.config.components import make_component
 from weft.config.data import DatasetSection, DatasetSource
-from weft.config.derive import RunLength, derive, sequence_length
+from weft.config.derive import (
+    DEFAULT_MICRO_BATCH_TOKENS,
+    Intervals,
+    RunLength,
+    derive,
+    derive_intervals,
+    sequence_length,
+)
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
+from weft.data.batches.batch import Batch
 from weft.data.batches.layout import PLAIN, TOKEN_KEYS, Field, Layout
 from weft.data.batches.loader import BatchSource, ValidationBatches
 from weft.data.batches.mixture import ConcatDataset, MixtureOrder
@@ -29,8 +38,10 @@ from weft.errors import UserError
 from weft.evaluation.bits import BytesPerToken, bytes_per_token
 from weft.mixing import BLOCK, find_empty_share, shortfall
 from weft.observe.console import Console
+from weft.parallel.objective import Objective
 from weft.parallel.stages import stages_of_rank
 from weft.parallel.world import World
+from weft.train.given_batches import GivenBatches
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class Data:
 
     Attributes:
         length: number and size of the steps, and how many steps pass between validations, checkpoints and samples.
-        source: the training batches, as a function of the step.
+        source: the training batches, as a function of the step; or the batches that are passed to `Trainer.step`.
         held_out: the validation sets.
         digests: name -> digest of a token store. The names are "train" and "validation", or "train/NAME" and
             "validation/NAME".
@@ -65,12 +76,20 @@ class Data:
         plan: number of samples that the run takes from each source of a mixture; None unless `data.train` is a list.
     """
 
-    length: RunLength
-    source: BatchSource
+    length: RunLength | Intervals
+    source: BatchSource | GivenBatches
     held_out: tuple[HeldOut, ...]
     digests: dict[str, str]
     left_out: dict[str, dict[str, int]] = field(default_factory=dict)
     plan: MixturePlan | None = None
+
+    def micro_batch_size(self, batch: Batch) -> int:
+        """Returns the number of sequences per forward pass, for this rank's sequences of a global batch."""
+        if isinstance(self.source, GivenBatches):
+            return self.source.micro_batch_size(batch)
+        assert isinstance(self.length, RunLength)
+        # Length warm-up splits each sequence into several sequences, so a micro-batch has as many times more.
+        return self.length.micro_batch_size * max(1, len(batch.tokens) // self.length.sequences_per_rank)
 
 
 def layout_of(objective: object, config: RunConfig) -> Layout:
@@ -123,17 +142,55 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
         length_warmup=warmup and LengthWarmup(length.sequence_length, warmup.start, warmup.steps),
         layout=layout,
     )
-    held_out = []
+    held_out, more = open_held_out(config, world, console, layout, length.micro_batch_size)
+    return Data(length, source, held_out, *facts_of(stores | more), planned)
+
+
+def open_given(
+    config: RunConfig, world: World, console: Console, objective: Objective, form: Literal["global", "local"]
+) -> Data:
+    """Returns the data of a run whose batches are passed to `Trainer.step`. Opens only the validation data.
+
+    Args:
+        form: whether each batch is a global batch or this data parallel rank's part of it.
+
+    Raises:
+        UserError: the validation data are not valid, or the config does not set the intervals that the run needs.
+    """
+    layout, length = layout_of(objective, config), sequence_length(config)
+    source = GivenBatches(config, world, objective, layout, form)
+    micro = config.training.micro_batch_size or max(1, DEFAULT_MICRO_BATCH_TOKENS // length // layout.sequences)
+    held_out, stores = open_held_out(config, world, console, layout, micro * layout.sequences)
+    return Data(derive_intervals(config), source, held_out, *facts_of(stores))
+
+
+def facts_of(stores: Mapping[str, StoreInfo]) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+    """Returns `Data.digests` and `Data.left_out` of token stores."""
+    digests = {name: info.digest for name, info in stores.items()}
+    return digests, {name: what for name, info in stores.items() if (what := info.rejected | info.notes)}
+
+
+def open_held_out(
+    config: RunConfig, world: World, console: Console | None, layout: Layout, micro_batch_size: int
+) -> tuple[tuple[HeldOut, ...], dict[str, StoreInfo]]:
+    """Opens the validation sets.
+
+    Args:
+        micro_batch_size: number of sequences per forward pass and rank, unless `validation.micro_batch_size` is set.
+
+    Returns:
+        The sets, and the content of `store.json` of each token store, by the names of `Data.digests`.
+    """
+    held_out, stores, length = [], {}, sequence_length(config)
     limit = config.validation.tokens
-    limit = limit and max(1, limit // length.sequence_length // layout.sequences)
+    limit = limit and max(1, limit // length // layout.sequences)
     for name, chosen in config.data.held_out.items():
         dataset, info = open_source(chosen, config, console, layout)
         _raise_if_wrong_length("data.validation" + f".{name}" * bool(name), dataset, config, world, layout)
         batches = partial(
             ValidationBatches,
             dataset,
-            batch_size=(config.validation.micro_batch_size or length.micro_batch_size // layout.sequences)
-            * world.data_ranks,
+            batch_size=(config.validation.micro_batch_size or micro_batch_size // layout.sequences) * world.data_ranks,
             rank=world.data_rank,
             ranks=world.data_ranks,
             layout=layout,
@@ -141,9 +198,7 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
         text = bytes_per_token(info.tokens, info.documents, info.bytes, info.eod_id) if info is not None else None
         held_out.append(HeldOut(name, batches(), batches(limit=limit), text))
         stores |= {"validation" + f"/{name}" * bool(name): info} if info is not None else {}
-    digests = {name: info.digest for name, info in stores.items()}
-    left_out = {name: what for name, info in stores.items() if (what := info.rejected | info.notes)}
-    return Data(length, source, tuple(held_out), digests, left_out, planned)
+    return tuple(held_out), stores
 
 
 def in_samples(length: RunLength, sequences: int, config: RunConfig, world: World) -> RunLength:
@@ -227,6 +282,7 @@ def open_train(
         of `Data.digests`.
     """
     chosen = config.data.train
+    assert chosen is not None
     if not isinstance(chosen, list):
         dataset, info = open_source(chosen, config, console, layout)
         return dataset, {"train": info} if info else {}

@@ -18,6 +18,7 @@ def write_example(job: Job) -> None:
 
     Writes nothing if the run has no tokenizer, or if its training data have no loss mask.
     """
+    (job.run.path / EXAMPLE).unlink(missing_ok=True)
     tokenizer = job.run.tokenizer()
     if tokenizer is None:
         return

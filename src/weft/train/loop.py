@@ -28,35 +28,31 @@ from weft.parallel.objective import Objective, quotients
 from weft.parallel.passes import Passes
 from weft.parallel.ranks import all_gather_object
 from weft.train.data import Data
+from weft.train.given_batches import GivenBatches
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
 from weft.train.recorder import Recorder
 from weft.train.sample_writer import Sampler
 from weft.train.state import State
-from weft.train.stop import StopRequest
+from weft.train.stop import Outcome, StopRequest
 from weft.train.validate import validate
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The outcome of a training session: one start or resumption of the run, until the run ends or stops.
+class BatchSums:
+    """Sums over a global batch.
 
     Attributes:
-        status: "finished"; "stopped" by a signal; "stopped-early" by a callback; or "non-finite" after a loss or
-            gradient that is not finite.
-        step: number of updates of all sessions, including skipped updates; a checkpoint of this step exists.
-        loss: the loss of the last update, in nats per token; None if this session made no update.
-        validation: the metrics of the session's last validation.
-        signal: the signal that stopped the run.
-        reason: the reason that a callback gave for stopping the run.
+        weight: weight by which the loss is divided (`Objective.weight`).
+        learned: weight of the tokens with loss.
+        learned_tokens: number of tokens with loss.
+        tokens: number of tokens, without padding sequences.
     """
 
-    status: str
-    step: int
-    loss: float | None
-    validation: dict[str, float]
-    signal: int | None = None
-    reason: str | None = None
+    weight: float
+    learned: float
+    learned_tokens: int
+    tokens: int
 
 
 @dataclass
@@ -66,8 +62,9 @@ class Loop:
     Args:
         objective: the objective. Its scalars include the metrics of `log.metrics` that have `outputs`.
         compress: all-reduces compressed gradients over replicas in place of FSDP2.
+        tokens: number of tokens of earlier sessions.
         replay: whether the session resumes from a checkpoint that was saved before the validation of the same step. If
-            a callback's state depends on validations, `run` first repeats this validation.
+            a callback's state depends on validations, `begin` repeats this validation.
     """
 
     job: Job
@@ -81,6 +78,7 @@ class Loop:
     callbacks: Callbacks = field(default_factory=Callbacks)
     sampler: Sampler | None = None
     compress: PowerSGD | None = None
+    tokens: int = 0
     replay: bool = False
 
     def __post_init__(self) -> None:
@@ -102,37 +100,28 @@ class Loop:
 
         Trains until the run ends, a loss or gradient is not finite, or any rank asks to stop.
         """
-        stop = stop or StopRequest()
-        state = self.begin(step, stop)
-        batches = iter(self.data.source.iterate(step, self.length.steps, self.config.data.workers))
+        steps, source = self.length.steps, self.data.source
+        assert steps is not None
+        assert not isinstance(source, GivenBatches)
+        batches = iter(source.iterate(step, steps, self.config.data.workers))
         with self.recorder.progress(step):
-            self.callbacks.call("begin", state)
-            missed = self.replay and self.data.held_out and step % self.length.validation_every == 0
-            if missed and self.callbacks.depend_on_validations:
-                self.validate(step)
-            while state.step < self.length.steps:
+            state = self.begin(step, stop or StopRequest())
+            while state.step < steps:
                 doing(f"step {state.step + 1:,}")
                 self.recorder.begin_step()
                 batch = self.next_batch(batches)
-                # The votes to stop share the all-reduce that the loss needs, so all ranks stop at the same step.
-                weight, learned, tokens, *votes = self.world.sum(
-                    self.objective.weight(batch),
-                    batch.weight.sum(dtype=torch.float64),
-                    (batch.weight > 0).sum(),
-                    votes=stop.votes,
-                )
-                if (received := stop.decide(votes)) == stop.BY_CALLBACK:
-                    reasons = all_gather_object(stop.reason)
-                    return self.leave("stopped-early", reason=next(reason for reason in reasons if reason is not None))
+                sums, received = self.sum_batch(batch)
+                if received == StopRequest.BY_CALLBACK:
+                    return self.leave("stopped-early", reason=self.stop_reason())
                 if received is not None:
                     return self.leave("stopped", signal=received)
-                if not self.update(batch, weight, learned, int(tokens)):
+                if not self.update(batch, sums):
                     return self.leave("non-finite")
                 self.after_update(state.step)
             return self.leave("finished")
 
     def begin(self, step: int, stop: StopRequest) -> State:
-        """Prepares a session that continues after `step` updates. Returns the `State` that callbacks get."""
+        """Begins a session that continues after `step` updates. Returns the `State` that callbacks get."""
         self.saved_at, self.measured = step, {}
         self.state = State(
             config=self.config,
@@ -147,6 +136,11 @@ class Loop:
             weights_replaced=self.passes.after_replacement,
         )
         self.passes.after_update()
+        self.callbacks.call("begin", self.state)
+        every = self.length.validation_every
+        missed = self.replay and self.data.held_out and every is not None and step % every == 0
+        if missed and self.callbacks.depend_on_validations:
+            self.validate(step)
         return self.state
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch:
@@ -159,12 +153,28 @@ class Loop:
         self.recorder.data_arrived()
         return batch
 
-    def update(self, batch: Batch, weight: float, learned: float, tokens: int) -> bool:
-        """Makes one step: computes and clips the gradients, updates the weights, and collects metrics.
+    def sum_batch(self, batch: Batch) -> tuple[BatchSums, int | None]:
+        """Sums weights and tokens of the global batch over ranks, and counts the ranks' votes to stop.
 
-        Args:
-            weight, learned: total weights of the global batch, as in `accumulate_gradients`.
-            tokens: number of tokens with loss in the global batch.
+        Returns:
+            The sums, and the decision of all ranks (see `StopRequest.decide`). Both need only one all-reduce.
+        """
+        stop, size = self.state.stop, batch.tokens.shape[1]
+        weight, learned, learned_tokens, tokens, *votes = self.world.sum(
+            self.objective.weight(batch),
+            batch.weight.sum(dtype=torch.float64),
+            (batch.weight > 0).sum(),
+            (batch.samples >= 0).sum() * size,
+            votes=stop.votes,
+        )
+        return BatchSums(weight, learned, int(learned_tokens), int(tokens)), stop.decide(votes)
+
+    def stop_reason(self) -> str:
+        """Returns the reason of the first rank on which a callback asked to stop."""
+        return next(reason for reason in all_gather_object(self.state.stop.reason) if reason is not None)
+
+    def update(self, batch: Batch, sums: BatchSums) -> bool:
+        """Makes one step: computes and clips the gradients, updates the weights, and collects metrics.
 
         Returns:
             False if the run must end because the loss or gradient is not finite. True otherwise, also if the update was
@@ -172,7 +182,7 @@ class Loop:
         """
         state, step = self.state, self.state.step
         state.batch, state.logged = batch, self.due(step + 1, self.config.log.every)
-        loss, scalars = self.accumulate_gradients(batch, weight, learned, step)
+        loss, scalars = self.accumulate_gradients(batch, sums.weight, sums.learned, step)
         self.frozen_rows.clear_gradients()
         self.scale.unscale(self.parameters)
         if self.compress is not None:
@@ -195,10 +205,15 @@ class Loop:
         self.optimizer.zero_grad()
         balance = self.balance.update()
         state.step, state.loss, state.updated = step + 1, loss, finite
-        sequence = self.length.sequence_length // self.pieces(batch)
-        state.metrics = self.recorder.end_step(
-            state.step, sequence, loss=loss, lr=lr, grad_norm=norm, learned_tokens=tokens
-        )
+        self.tokens += sums.tokens
+        measured = {
+            "tokens": self.tokens,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "learned_tokens": sums.learned_tokens,
+        }
+        state.metrics = self.recorder.end_step(state.step, sums.tokens, batch.tokens.shape[1], **measured)
         for found in (balance, scaling, scalars):
             state.log(found)
         return True
@@ -225,9 +240,13 @@ class Loop:
         self.callbacks.call("ended", self.state)
         return Outcome(status, step, self.state.loss, self.measured, signal, reason)
 
-    def due(self, step: int, every: int) -> bool:
-        """Whether to run, after step `step`, an action that runs every `every` steps and after the last step."""
-        return step % every == 0 or step == self.length.steps
+    def due(self, step: int, every: int | None) -> bool:
+        """Whether to run, after step `step`, an action that runs every `every` steps and after the last step.
+
+        Args:
+            every: None for an action that runs only after the last step.
+        """
+        return (every is not None and step % every == 0) or step == self.length.steps
 
     def accumulate_gradients(
         self, batch: Batch, weight: float, learned: float, step: int
@@ -245,8 +264,7 @@ class Loop:
             self.recorder.warn_once(
                 f"step {step + 1}: all tokens of the batch are masked, so the loss is 0; check the masks"
             )
-        # Length warm-up splits each sequence into `pieces` sequences, so a micro-batch has `pieces` times as many.
-        micro_batches = batch.split(self.length.micro_batch_size * self.pieces(batch))
+        micro_batches = batch.split(self.data.micro_batch_size(batch))
         total = self.passes.train(
             micro_batches,
             weight=weight or 1.0,
@@ -256,10 +274,6 @@ class Loop:
         )
         loss, *pairs = self.world.sum(*total.unbind())
         return loss / (weight or 1.0), quotients(self.passes.scalars, pairs)
-
-    def pieces(self, batch: Batch) -> int:
-        """Returns the number of sequences into which length warm-up splits each sequence of the batch."""
-        return max(1, len(batch.tokens) // self.length.sequences_per_rank)
 
     def seed(self, step: int, sample: int) -> int:
         """Returns the seed of a sample's random numbers in a step, which depends on the seed of the run.
@@ -298,7 +312,7 @@ class Loop:
         pending = self.data.held_out and self.due(step, self.length.validation_every) and self.validated_at != step
         state: dict[str, Any] = {
             "step": step,
-            "tokens": step * self.length.tokens_per_step,
+            "tokens": self.tokens,
             "seed": self.config.run.seed,
             **self.scale.state(),
             **({"callbacks": values, "validated": not pending} if self.callbacks.found else {}),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from weft.checkpoint.shard_files import new_folder
+from weft.config.derive import RunLength
 from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.files import refuse_existing
@@ -28,9 +29,9 @@ from weft.observe.trace import Trace, Work, collectives, operators, read_trace, 
 from weft.parallel.ranks import all_gather_object, error_on_all_ranks
 from weft.parallel.world import World
 from weft.train.capture import ProfilingRecorder, Request
-from weft.train.loop import Loop, Outcome
+from weft.train.loop import Loop
 from weft.train.run_directory import RunDirectory
-from weft.train.stop import StopRequest
+from weft.train.stop import Outcome, StopRequest
 from weft.train.trainer import Trainer
 
 KEPT_OPERATORS = 50  # number of operators that profile.json lists for each rank
@@ -55,6 +56,7 @@ class ProfiledLoop(Loop):
         """
         request, world, stop = self.recorder.request, self.world, stop or StopRequest()
         steps = request.warmup + request.steps
+        assert isinstance(self.length, RunLength)
         if steps > self.length.steps:
             raise error_on_all_ranks(
                 f"--warmup {request.warmup} and --steps {request.steps} are {steps} steps, but this run has "
@@ -163,7 +165,7 @@ class ProfiledLoop(Loop):
             "training": config.training.model_dump(mode="json"),
             "parameters": recorder.parameters,
             "tokens_per_step": self.length.tokens_per_step,
-            "warmup": warmup(recorder.seconds, recorder.request.warmup, self.length.tokens_per_step),
+            "warmup": warmup(recorder.seconds, recorder.request.warmup, self.length.tokens_per_step or 0),
             "per_rank": ranks,
             "versions": versions(),
             "hardware": hardware(),

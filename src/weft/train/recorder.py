@@ -22,21 +22,23 @@ from weft.data.batches.batch import Batch
 from weft.data.batches.loader import ValidationBatches
 from weft.data.batches.mixture_plan import MixturePlan
 from weft.formatting import amount, counted, duration
-from weft.models.build import frozen_matmul_parameters, matmul_parameters
+from weft.models.build import frozen_matmul_parameters, matmul_parameters, parameter_size
 from weft.observe.flop_count import flops_per_token
 from weft.observe.flops import device_peak, memory_bytes, memory_kind, total_peak
 from weft.observe.logs import log_to_file
 from weft.observe.manifest import end_session, read_manifest, write_manifest
 from weft.observe.metrics import JsonLines, MetricsFile, SamplesFile
+from weft.observe.progress import SilentProgress
 from weft.observe.report import build_report
 from weft.observe.run_info import RunInfo
 from weft.observe.status import LONG, doing
 from weft.observe.tracking import Tracking
-from weft.parallel.ranks import all_gather_object
+from weft.parallel.ranks import all_gather_object, error_on_all_ranks
 from weft.train.auto_settings import DTYPES
 from weft.train.clock import StepClock
 from weft.train.data import Data
 from weft.train.example import write_example
+from weft.train.given_batches import GivenBatches
 from weft.train.job import Job
 from weft.train.run_directory import reorders
 from weft.train.state import State
@@ -64,13 +66,14 @@ class Recorder:
         self.warned: set[str] = set()
         self.skips = 0  # skipped updates of this session
         self.closed_at_end: list[JsonLines | Tracking] = []
-        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        self.bar: SilentProgress | None = None
+        sizes = [(parameter_size(name, p), p.requires_grad) for name, p in model.named_parameters()]
         counts = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
         parameters, trained, frozen = map(int, world.sum_stages(*counts, frozen_matmul_parameters(model)))
         matmul = matmul_parameters(model)
         flops = partial(flops_per_token, matmul, *_layers_and_width(config, model), frozen=frozen)
         peak = total_peak(all_gather_object(device_peak(world.device, DTYPES[config.training.dtype])))
-        self.clock = StepClock(world.device, data.length.tokens_per_step, flops, peak.flops_per_second)
+        self.clock = StepClock(world.device, flops, peak.flops_per_second)
         facts = {
             "ranks": world.ranks,
             "mesh": world.shape.sizes,
@@ -129,7 +132,9 @@ class Recorder:
 
     def _warn_of_changed_data(self, step: int, digests: dict[str, str]) -> None:
         """Warns if the content of a token store or of raw data is not that of the session before."""
-        before = read_manifest(self.job.run.path).get("data_digests", {}) if step else {}
+        if not step or any(key.startswith("data.") for key in self.job.run.changes(self.config)):
+            return  # a new run, or one whose changed keys are reported
+        before = read_manifest(self.job.run.path).get("data_digests", {})
         for name, digest in digests.items():
             if (old := before.get(name, digest)) != digest:
                 what = f"data.{name.replace('/', ': ')} changed since the run last trained"
@@ -141,9 +146,11 @@ class Recorder:
         training, length = self.config.training, self.length
         threads = training.threads if self.world.device.type == "cpu" else None
         share = f" ({amount(trained)} trained)" if trained < parameters else ""
+        steps = "batches of Trainer.step" if length.steps is None else counted(length.steps, "step")
+        if length.steps is not None and (tokens := length.tokens_per_step) is not None:
+            steps += f" of {counted(tokens, 'token')} ({amount(length.steps * tokens)} in all)"
         self.console.line(
-            f"{self.job.run.path}: {amount(parameters)} parameters{share}, {counted(length.steps, 'step')} of "
-            f"{counted(length.tokens_per_step, 'token')} ({amount(length.steps * length.tokens_per_step)} in all), "
+            f"{self.job.run.path}: {amount(parameters)} parameters{share}, {steps}, "
             f"{training.dtype} on {self.world.ranks} x {self.world.device.type}"
             + (f" ({counted(threads, 'thread')})" if threads else "")
         )
@@ -188,7 +195,7 @@ class Recorder:
                 if clock.warmup_seconds > max(2 * steady, steady + 1):
                     self.console.line(
                         f"warm-up: the first step took {clock.warmup_seconds:.1f} s, later steps {steady:.3g} s "
-                        f"({self.length.tokens_per_step / steady:,.0f} tokens/s)"
+                        f"({clock.steady_tokens / clock.steady_seconds:,.0f} tokens/s)"
                     )
         end_session(self.job.run.path, status=status, step=step, **times)
         build_report(self.job.run.path)
@@ -201,26 +208,26 @@ class Recorder:
         """Ends the timer of the wait for the step's batch."""
         self.clock.data_arrived()
 
-    def end_step(self, step: int, sequence: int, **measured: float) -> dict[str, Any]:
+    def end_step(self, step: int, size: int, sequence: int, **measured: float) -> dict[str, Any]:
         """Stops the timer of the step, before validation, samples and checkpoints.
 
         Args:
             step: number of updates, including this update.
+            size: number of tokens in the global batch.
             sequence: number of tokens per sequence, on which the FLOPs of attention depend.
-            measured: metrics of the update: loss, lr, grad_norm, ...
+            measured: metrics of the update: tokens (of all steps), loss, lr, grad_norm, ...
 
         Returns:
             The metrics of the step so far.
         """
-        self.clock.end(sequence)
+        self.clock.end(size, sequence)
         line = {
             "step": step,
-            "tokens": step * self.length.tokens_per_step,
             **measured,
             **self.clock.metrics(),
             "memory_bytes": memory_bytes(self.world.device),
         }
-        if self.prints:
+        if self.bar is not None and self.prints:
             self.bar.update(step, **{key: line[key] for key in ("loss", "lr", "tokens_per_second")})
         return line
 
@@ -281,12 +288,23 @@ class Recorder:
                 self.console.line(f"step {step:,}: removed {names}, because checkpoint.keep_last is {keep}")
 
     def not_finite(self, step: int, loss: float, norm: float) -> None:
-        """Warns that the run ends because the loss or the gradient norm is not finite."""
+        """Warns that the run ends because the loss or the gradient norm is not finite.
+
+        Raises:
+            UserError: in place of the warning, if the batch was passed to `Trainer.step`.
+        """
+        what = (
+            f"step {step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite. The update was not made"
+        )
+        remedy = (
+            "ower optimizer.lr, lengthen the warm-up or lower training.grad_clip"
+            f"{', compute in bfloat16' if self.config.training.dtype == 'float16' else ''}"
+        )
+        if isinstance(self.source, GivenBatches):
+            raise error_on_all_ranks(f"{what}; l{remedy}, or skip this batch")
         samples = self.source.samples(step)
         self.console.warning(
-            f"step {step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite. The update was not "
-            f"made; the checkpoint of step {step} has the weights before it. Lower optimizer.lr, lengthen the warm-up "
-            f"or lower training.grad_clip{', compute in bfloat16' if self.config.training.dtype == 'float16' else ''}, "
+            f"{what}; the checkpoint of step {step} has the weights before it. L{remedy}, "
             f"then run the same command again (samples of this batch: {samples[0]:,} to {samples[-1]:,})"
         )
 

@@ -31,7 +31,7 @@ class State:
         model: the sharded model; a pipeline rank has the parameters of its stages.
         optimizer: the optimizer of the model's parameters.
         step: number of updates so far.
-        steps: number of updates of the complete run.
+        steps: number of updates of the complete run; None if the run has no length (see `Trainer.step`).
         weights_replaced: a function that a callback must call, on all ranks, after it has changed weights.
         batch: this rank's sequences of the last global batch, on the CPU; None before the first step.
         loss: the loss of the last step; None before the first step.
@@ -50,7 +50,7 @@ class State:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: int
-    steps: int
+    steps: int | None
     stop: StopRequest
     weights_replaced: Callable[[], None]
     batch: Batch | None = None

@@ -1,9 +1,10 @@
-"""Defines `StopRequest`: a signal or a callback on any rank stops the run, which then saves a checkpoint."""
+"""Defines `StopRequest`, by which a signal or a callback on any rank stops the run, and `Outcome`, how a run ended."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 
@@ -38,3 +39,25 @@ class StopRequest:
         """Returns the decision of all ranks from the summed votes: a signal, `BY_CALLBACK`, or None to continue."""
         numbers = (*cls.SIGNALS, cls.BY_CALLBACK)
         return next((int(number) for number, vote in zip(numbers, votes, strict=True) if vote), None)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a training session: one start or resumption of the run, until the run ends or stops.
+
+    Attributes:
+        status: "finished"; "stopped" by a signal; "stopped-early" by a callback; or "non-finite" after a loss or
+            gradient that is not finite.
+        step: number of updates of all sessions, including skipped updates; a checkpoint of this step exists.
+        loss: the loss of the last update, in nats per token; None if this session made no update.
+        validation: the metrics of the session's last validation.
+        signal: the signal that stopped the run.
+        reason: the reason that a callback gave for stopping the run.
+    """
+
+    status: str
+    step: int
+    loss: float | None
+    validation: dict[str, float]
+    signal: int | None = None
+    reason: str | None = None

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, Literal
 
-from weft.config.components import make_component
+import torch
+from torch import nn
+
+from weft.checkpoint.load import checkpoints
 from weft.config.legal_mesh import check_mesh
 from weft.config.run import RunConfig
 from weft.config.warnings import warnings
@@ -17,30 +24,54 @@ from weft.observe.console import Console
 from weft.observe.logs import stop_log
 from weft.parallel.fp8 import raise_unless_usable
 from weft.parallel.gradients.scaling import LossScale
+from weft.parallel.mesh_view import Mesh
+from weft.parallel.objective import Objective
+from weft.parallel.ranks import error_on_all_ranks
 from weft.parallel.same_run import compare_ranks
 from weft.parallel.world import World, start_world
 from weft.processes import signal_handler
-from weft.train.build import Built, build, components, compressor, restore
-from weft.train.data import layout_of, open_data
-from weft.train.job import prepare
-from weft.train.loop import Loop, Outcome
+from weft.train.build import Built, build, components, compressor, make_schedule, restore
+from weft.train.data import Data, layout_of, open_data, open_given
+from weft.train.job import Job, prepare
+from weft.train.loop import Loop
 from weft.train.preflight import check_decoder, check_transformers_model, run_facts
 from weft.train.recorder import Recorder
 from weft.train.run_directory import RunDirectory, set_aside_damaged
 from weft.train.sample_writer import Sampler
-from weft.train.stop import StopRequest
+from weft.train.session import Session
+from weft.train.stop import Outcome, StopRequest
+
+log = logging.getLogger("weft.train")
 
 
 class Trainer:
     """Trains the model of a `RunConfig`, as a single process or as one rank of a torchrun job.
+
+    `fit` makes all steps of the run, with batches from `data.train`:
 
     >>> config = weft.RunConfig.load("run.yaml", ["run.name=other", "training.steps=2"])
     >>> outcome = weft.Trainer(config, fresh=True).fit()
     >>> outcome.status, outcome.step
     ('finished', 2)
 
+    With `batches`, your own loop makes the steps, with your own batches (see `step`). Then the config needs neither
+    `data.train` nor a length of the run:
+
+    >>> with weft.Trainer(config, batches="global", fresh=True) as trainer:
+    ...     for step in range(2):
+    ...         metrics = trainer.step({"tokens": torch.randint(256, (8, 64))})
+    ...     path = trainer.save()
+    >>> trainer.step_number, path.name
+    (2, 'step-00000002')
+
+    The model, the optimizer and the mesh are built when they are first used, and the last checkpoint of the run is
+    restored. `resume` does this explicitly, and returns the number of steps that the run has made.
+
     Args:
         config: a config that `RunConfig.load` returned.
+        batches: what your loop passes to `step`. "global": every rank passes the same global batch, of which Weft
+            gives each data parallel rank its part. "local": every rank passes the sequences of its data parallel rank
+            (`trainer.mesh.dp_rank`); ranks of `pp`, `cp` and `tp` pass the same ones. Default: `fit` reads the batches.
         fresh: move the content of the run directory aside and start over. Otherwise `fit` resumes from the last
             checkpoint.
         from_last_good: move damaged checkpoints aside, and resume from the last undamaged checkpoint.
@@ -54,6 +85,7 @@ class Trainer:
         self,
         config: RunConfig,
         *,
+        batches: Literal["global", "local"] | None = None,
         fresh: bool = False,
         from_last_good: bool = False,
         console: Console | None = None,
@@ -63,9 +95,16 @@ class Trainer:
             error = UserError("fresh starts over, but from_last_good resumes; use only one of the two options")
             error.quiet = rank != 0  # raised on all ranks
             raise error
+        if batches not in (None, "global", "local"):
+            raise UserError(f"Trainer: batches is {batches!r}; pass 'global' or 'local', or omit it to call fit")
         self.config, self.fresh, self.from_last_good = config, fresh, from_last_good
         self.user_config = config  # equal on all ranks; `weft profile` trains with a variant of it
         self.console = console or Console(prints=rank == 0)
+        self.batches: Literal["global", "local"] | None = batches
+        if batches is not None:
+            self.config = without_training_data(config)
+        self._session: Session | None = None
+        self._closed_at: int | None = None  # number of steps when the session was closed
 
     def fit(self) -> Outcome:
         """Trains to the end of the run, or until a signal or a callback stops the run.
@@ -76,10 +115,15 @@ class Trainer:
         Raises:
             UserError: an error that the user can correct: invalid data or sizes, a damaged checkpoint, or a full disk.
         """
+        if self.batches is not None:
+            raise UserError(
+                f"Trainer.fit reads data.train, but batches is {self.batches!r}; call step, or omit batches"
+            )
+        self.config.raise_unless_complete()
         built = self._build()
         with built.cleanup:
             step, steps, world = built.step, built.data.length.steps, built.job.world
-            if step >= steps:
+            if steps is not None and step >= steps:
                 self.console.line(nothing_to_do(built.job.run, step, steps))
                 world.close()
                 return Outcome("finished", step, None, {})
@@ -91,6 +135,130 @@ class Trainer:
                 world.close()
         stop_log()  # not after an exception, whose traceback is logged
         return outcome
+
+    def step(self, batch: Any) -> dict[str, float]:
+        """Makes one training step: forward and backward of all micro-batches, clipping, optimizer and schedule.
+
+        Like a step of `fit`, it calls callbacks, and saves, validates, generates text and writes metrics when the
+        config says so (`checkpoint.every`, `validation.every`, `samples.every`, `log.every`).
+
+        Args:
+            batch: a dict of CPU tensors or arrays, int `[batch, seq]`: `tokens` with optional `labels` (the next
+                tokens), or `input_ids` with optional `labels` as in Transformers; labels of -100 have no loss. Optional
+                are `weight`, `attention_mask`, `positions`, `segments`. Fields that the objective declares are
+                required. Or a `weft.objectives.Batch`, or records that the objective's `batch` converts to such a dict.
+                `training.micro_batch_size` is the number of sequences per forward pass. The number of sequences can
+                differ from step to step; the last ranks of a short global batch get padding.
+
+        Returns:
+            Metric name -> value, equal on all ranks: `loss`, `grad_norm`, `lr`, `tokens`, `tokens_per_second`, ..., the
+            objective's scalars, and `validation_loss` after a validation.
+
+        Raises:
+            UserError: on all ranks: the batch is not valid, or the loss is not finite. The update was not made, and the
+                next step is possible.
+            KeyboardInterrupt: Ctrl-C during the step. All weights are those of a complete step, so `save` is possible.
+            SystemExit: the process got SIGTERM, `stopping` is true, and the loop did not end. A checkpoint is saved.
+        """
+        session = self._opened()
+        if session.decision == signal.SIGTERM:  # the loop did not end, although `stopping` was true after the last step
+            self.close()
+            raise SystemExit(128 + signal.SIGTERM)
+        steps = session.loop.length.steps
+        if steps is not None and self.step_number >= steps:
+            raise error_on_all_ranks(
+                f"{session.built.job.run.path}: the run has made all of its {counted(steps, 'step')}; raise "
+                "training.steps, or remove it"
+            )
+        return session.step(batch)
+
+    def save(self) -> Path:
+        """Saves a checkpoint of the last step, as `fit` does, and returns its path. All ranks must call it."""
+        loop = self._opened().loop
+        loop.save(loop.state.step)
+        return checkpoints(loop.job.run.path)[-1]
+
+    def resume(self) -> int:
+        """Builds everything, restores the last checkpoint of the run, and returns `step_number`.
+
+        All ranks must call it. `step` does the same when it is first called. Call `resume` to know which batches to
+        skip.
+        """
+        return self.step_number
+
+    def close(self) -> Outcome:
+        """Ends the session: saves the last step if it is not saved, writes the report and ends the process group.
+
+        All ranks must call it. The `with` statement calls it, except after an exception.
+        """
+        session, self._session = self._opened(), None
+        self._closed_at = session.loop.state.step
+        return session.close()
+
+    @property
+    def step_number(self) -> int:
+        """Number of steps that the run has made, in all sessions. After a restart, skip the batches of these steps."""
+        return self._opened().loop.state.step if self._closed_at is None else self._closed_at
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the loop should end: any rank got SIGTERM, or a callback asked to stop. Equal on all ranks.
+
+        After SIGTERM, one more call of `step` saves a checkpoint and raises SystemExit.
+        """
+        return self._session is not None and self._session.decision is not None
+
+    @property
+    def model(self) -> nn.Module:
+        """The sharded model; under pipeline parallelism, a module with the layers of this rank's stages."""
+        return self._opened().loop.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the model's parameters."""
+        return self._opened().loop.optimizer
+
+    @property
+    def mesh(self) -> Mesh:
+        """The place of this process in the mesh: `tp_rank`, `dp_size`, `pp_group` and so on."""
+        return self._opened().mesh
+
+    def log(self, *values: Any) -> None:
+        """Prints values like `print`, but only on the first rank, and writes them to this rank's log file."""
+        text = " ".join(map(str, values))
+        self.console.line(text)
+        log.info("%s", text)
+
+    def __enter__(self) -> Trainer:
+        self._opened()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        session = self._session
+        if session is None:
+            return
+        if kind is None or (issubclass(kind, KeyboardInterrupt) and session.can_save):
+            self.close()
+        else:
+            self._session, self._closed_at = None, session.loop.state.step
+            session.abandon()
+
+    def _opened(self) -> Session:
+        """Returns the session of `step`, which is built by the first call."""
+        if self.batches is None:
+            raise UserError("Trainer: this needs batches='global' or batches='local'; without it, call fit")
+        if self._session is None:
+            if self._closed_at is not None:
+                raise UserError(
+                    "Trainer: this trainer is closed; make a new one, which resumes from the last checkpoint"
+                )
+            built = self._build()
+            with ExitStack() as cleanup:
+                cleanup.push(built.cleanup)
+                mesh = Mesh(built.job.world)
+                self._session = Session(built, self._start(built), mesh)
+                cleanup.pop_all()
+        return self._session
 
     def _build(self) -> Built:
         """Starts the process group, builds the model and all other components, and restores the last checkpoint."""
@@ -108,18 +276,23 @@ class Trainer:
                     self.console.warning(line)
             check_decoder(job)
             objective, callbacks = world.agree(lambda: components(job.config, world))
-            data = world.agree(lambda: open_data(job.config, world, self.console, layout_of(objective, job.config)))
+            data = world.agree(lambda: self._open_data(job, objective))
             model, optimizer = build(job.config, world)
             compress = compressor(job, model)
             state = restore(job, model, optimizer, compress, callbacks)
             return Built(job, data, objective, callbacks, model, optimizer, compress, state, cleanup.pop_all())
+
+    def _open_data(self, job: Job, objective: Objective) -> Data:
+        if self.batches is not None:
+            return open_given(job.config, job.world, self.console, objective, self.batches)
+        return open_data(job.config, job.world, self.console, layout_of(objective, job.config))
 
     def _start(self, built: Built) -> Loop:
         """Opens the files of the run directory and the trackers, and returns the training loop."""
         job, model, world = built.job, built.model, built.job.world
         check_transformers_model(job, model)
         world.agree(lambda: job.run.write_config(job.config), only_first=True)
-        schedule = world.agree(lambda: make_component(job.config.schedule, "schedule", built.data.length.steps))
+        schedule = world.agree(lambda: make_schedule(job.config, built.data.length.steps))
         sampler = world.agree(lambda: Sampler(job, model))
         return self.loop(
             job=job,
@@ -133,6 +306,7 @@ class Trainer:
             callbacks=built.callbacks,
             sampler=sampler,
             compress=built.compress,
+            tokens=int(built.state.get("tokens", 0)),
             replay=not built.state.get("validated", True),
         )
 
@@ -145,8 +319,16 @@ class Trainer:
         """Checks fp8, and prints the warnings of the config, before the run directory is created."""
         if self.config.training.fp8:
             world.agree(lambda: raise_unless_usable(world.device))
-        for warning in world.agree(lambda: warnings(self.user_config, world.shape), only_first=True):
+        given = self.batches is not None
+        for warning in world.agree(lambda: warnings(self.user_config, world.shape, given=given), only_first=True):
             self.console.warning(warning)
+
+
+def without_training_data(config: RunConfig) -> RunConfig:
+    """Returns a copy of a config without the keys that choose the batches, for a run whose batches are given."""
+    data = config.data.model_copy(update={"train": None, "length_warmup": None})
+    training = config.training.model_copy(update={"batch_tokens": None})
+    return config.model_copy(update={"data": data, "training": training})
 
 
 def nothing_to_do(run: RunDirectory, step: int, steps: int) -> str:

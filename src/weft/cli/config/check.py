@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if args.devices is not None and args.devices < 1:
         raise UserError(f"--devices {args.devices}: use at least 1")
     ranks = args.devices or launched_ranks()
-    config = RunConfig.load(args.file, args.overrides, check_data=not args.no_data, ranks=ranks)
+    config = RunConfig.load(args.file, args.overrides, check_data=not args.no_data, ranks=ranks, for_fit=True)
     plan = facts(config, ranks, open_data=not args.no_data)
     print(f"{args.file}: OK")
     for name, fact in plan.items():
@@ -59,7 +59,7 @@ def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str
     from weft.data.batches.mixture_plan import plan_mixture
     from weft.errors import UserError
 
-    found, tokens = _model(config.model), None
+    found, tokens = _model(config.model) | _adapter(config), None
     raw = _raw(config) if open_data else {}
     if "data.train" in raw:
         found["data"] = f"{raw['data.train']}, in sequences of {sequence_length(config):,}"
@@ -130,6 +130,23 @@ def _raw(config) -> dict[str, str]:
 
     found = detect_sources(config)
     return {key: f"{raw.path}, {raw.description}; packed when the run starts" for key, raw in found.items()}
+
+
+def _adapter(config) -> dict[str, str]:
+    """Returns a line about the adapter of a run; {} if the run has none."""
+    from weft.config.adapter import adapted_layers, adapter_parameters, decoder_layers, is_stacked
+    from weft.config.model import ModelSection
+
+    section, model = config.adapter, config.model
+    if section is None:
+        return {}
+    text = f"{'DoRA' if section.dora else 'LoRA'} of rank {section.r}, scale {section.scale:g}"
+    if isinstance(model, ModelSection):
+        layers = decoder_layers(model)
+        chosen = adapted_layers(section, layers, [name for name in layers if is_stacked(name)])
+        trained = adapter_parameters(section, layers, chosen)
+        text = f"{amount(trained)} trained parameters: {text}, on {counted(len(chosen), 'layer')}"
+    return {"adapter": text + (f"; other weights in {section.quantize}" if section.quantize else "")}
 
 
 def _sizes(config) -> list[int] | None:

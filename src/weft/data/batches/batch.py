@@ -94,6 +94,18 @@ class Batch:
         """Returns micro-batches of at most `size` sequences. `size` must be a multiple of the sequences per sample."""
         return [self._map(lambda t, a=a: t[a : a + size]) for a in range(0, len(self.tokens), size)]
 
+    def of_rank(self, rank: int, ranks: int) -> Batch:
+        """Returns the sequences of data parallel rank `rank`, if this is the global batch.
+
+        Each rank gets the same number of sequences, in order. Missing sequences are padding (see `pad`).
+        """
+        sequences = self.layout.sequences
+        each = -(-len(self.tokens) // sequences // ranks) * sequences
+        start, stop = min(rank * each, len(self.tokens)), min((rank + 1) * each, len(self.tokens))
+        if start < stop:
+            return self._map(lambda t: t[start:stop]).pad(each - (stop - start))
+        return self._map(lambda t: t[:sequences]).pad(each)._map(lambda t: t[sequences:])
+
     def split_sequences(self, length: int) -> Batch:
         """Splits sequences into slices of `length` tokens, in order: `[batch x seq / length, length]`.
 

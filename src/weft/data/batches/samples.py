@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -113,17 +113,28 @@ def check_same_shape(subject: str, key: str, array: np.ndarray, other: np.ndarra
 
 
 def _check_ids(dataset: Dataset, indices: np.ndarray, arrays: Arrays, layout: Layout) -> Arrays:
-    """Checks that all ids in `arrays` are in the vocabulary. Returns `arrays`, with weight 0 for ignored labels (-100).
-
-    The check is on the CPU, because an invalid id would crash a GPU kernel.
-
-    Args:
-        dataset, indices: the dataset from which `arrays` was read, and the indices of the samples, for the message.
+    """Checks the ids of samples (see `first_invalid_id`), and returns `arrays`.
 
     Raises:
         UserError: an id is outside the vocabulary; the message names its sample.
     """
-    limit = layout.vocab_size or 2**63  # as unsigned numbers, negative ids are above every limit
+    if (found := first_invalid_id(arrays, layout.vocab_size)) is not None:
+        key, place, allowed = found
+        name = f"{type(dataset).__name__}[{indices[place[0]]}]"
+        raise UserError(f"{name} has the id {arrays[key][place]} in its {key}; {allowed}")
+    return arrays
+
+
+def first_invalid_id(arrays: Arrays, vocab_size: int | None) -> tuple[str, tuple[int, ...], str] | None:
+    """Finds the first id outside the vocabulary. Sets the weight of ignored labels (-100) to 0.
+
+    The check is on the CPU, because an invalid id would crash a GPU kernel.
+
+    Returns:
+        Key of the array ("tokens" or "labels"), index of the id, and a text that says which ids are allowed; None if
+        all ids are valid.
+    """
+    limit = vocab_size or 2**63  # as unsigned numbers, negative ids are above every limit
     for key in ("tokens", "labels"):
         if key not in arrays or not (wrong := arrays[key].astype(np.int64, copy=False).view(np.uint64) >= limit).any():
             continue
@@ -131,12 +142,10 @@ def _check_ids(dataset: Dataset, indices: np.ndarray, arrays: Arrays, layout: La
             arrays["weight"][ignored] = arrays[key][ignored] = 0
             wrong &= ~ignored
         if wrong.any():
-            place, size = tuple(np.argwhere(wrong)[0]), layout.vocab_size
-            ids = f"ids must be 0 to {size - 1} (model.vocab_size is {size})" if size else "ids must be 0 or more"
-            raise UserError(
-                f"{type(dataset).__name__}[{indices[place[0]]}] has the id {arrays[key][place]} in its {key}; {ids}"
-            )
-    return arrays
+            size = vocab_size
+            allowed = f"ids must be 0 to {size - 1} (model.vocab_size is {size})" if size else "ids must be 0 or more"
+            return key, tuple(np.argwhere(wrong)[0]), allowed
+    return None
 
 
 def _read_sample(dataset: Dataset, index: int, layout: Layout) -> Arrays:
@@ -163,7 +172,7 @@ def _read_sample(dataset: Dataset, index: int, layout: Layout) -> Arrays:
             f"{name}[{index}] has no {sorted(missing)[0]!r}, which the objective declares in `fields`; add this key"
         )
     try:
-        sample = _complete(given, layout)
+        sample = with_defaults(given, layout.lead)
         for key, declared_field in layout.fields.items():
             try:
                 sample[key] = declared_field.convert(given[key], sample["tokens"].shape[-1], layout.lead)
@@ -174,8 +183,8 @@ def _read_sample(dataset: Dataset, index: int, layout: Layout) -> Arrays:
     return sample
 
 
-def _complete(given: dict[str, Any], layout: Layout) -> Arrays:
-    """Returns arrays for all `TOKEN_KEYS`, with default values for missing keys except `segments`.
+def with_defaults(given: Mapping[str, Any], lead: tuple[int, ...]) -> Arrays:
+    """Returns arrays `[*lead, seq]` for all `TOKEN_KEYS`, with default values for missing keys except `segments`.
 
     Args:
         given: the sample that the dataset returned.
@@ -183,7 +192,7 @@ def _complete(given: dict[str, Any], layout: Layout) -> Arrays:
     Raises:
         ValueError: an array has the wrong dtype or shape, or an invalid value.
     """
-    tokens, lead = np.asarray(given["tokens"]), layout.lead
+    tokens = np.asarray(given["tokens"])
     if tokens.ndim == 0 or tokens.shape[:-1] != lead or tokens.dtype.kind not in "iu" or tokens.size == 0:
         raise ValueError(f"tokens must be integers of shape [{''.join(f'{size}, ' for size in lead)}seq]")
     positions = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)

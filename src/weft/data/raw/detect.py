@@ -68,7 +68,7 @@ def detect(path: str, files: Files, data: DataSection, tokenizer: str | Path, le
     if name is None and any(_has_text(record, reading) for record in records):
         name = "text"
     if name == "text":
-        if other := sorted(fields.keys() - {"text"}):
+        if not plain and (other := sorted(fields.keys() - {"text"})):
             raise UserError(f"data.fields.{other[0]}: unknown field; texts have only the field text; remove it", path)
         what = "plain text" if contents == {"text"} else f"texts in the field {reading.field!r}"
         what = f"{counted(len(files), 'file')} of {what}" if len(files) > 1 else what

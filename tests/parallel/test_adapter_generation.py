@@ -1,0 +1,35 @@
+"""Generation with the adapter of a run: in one process, and sharded over `tp`."""
+
+import pytest
+import torch
+from generation_parts import pieces, sharded
+from matrix import Case
+
+import weft
+from weft.generation.engine import Engine
+
+pytestmark = pytest.mark.xdist_group("ranks")
+PROMPTS = [[5], list(range(30)), [7, 8, 9]]
+
+
+def greedy(model, prompt, tokens):
+    """The next tokens by full forward passes, without a cache."""
+    ids = list(prompt)
+    for _ in range(tokens):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("model", "way"), [("deepseek_v3", "lora_experts"), pytest.param("gqa", "qlora", marks=pytest.mark.matrix)]
+)
+def test_an_adapters_run_generates_the_same_on_two_ranks(runner, model, way):
+    run = runner.reference(Case(model, way), steps=2)
+    found = runner.pool.call(sharded, 2, [run.path], PROMPTS, {}, seconds=120)
+    assert found[0] == found[1]
+    loaded = weft.load_model(run.path)
+    expected = pieces(Engine(loaded, max_cache_tokens=800), PROMPTS)
+    for ours, one in zip(found[0][0][0], expected, strict=True):
+        assert [token for token, *_ in ours] == [token for token, *_ in one]
+    for prompt, one in zip(PROMPTS, expected, strict=False):
+        assert [token for token, *_ in one] == greedy(loaded, prompt, 6)
