@@ -19,6 +19,7 @@ from weft.errors import UserError
 # `lora_a0` and `lora_b0` are the initial values of PiSSA, whose product is subtracted from the base weight.
 TENSORS = ("lora_a", "lora_b", "lora_magnitude", "lora_a0", "lora_b0")
 STACKED = ("gate_proj", "up_proj", "down_proj")  # the stacked weights of a layer's experts
+MULTIPLE = 16  # of which the number of inputs of a quantized layer must be a multiple
 ROUTERS = ("router", "gate")  # linear layers that choose experts, which no adapter changes
 
 
@@ -163,6 +164,13 @@ def adapted_layers(adapter: AdapterSection, layers: Collection[str], stacked: Co
                 "adapter.targets"
             )
     return chosen
+
+
+def unquantizable(name: str, inputs: int) -> str | None:
+    """Returns why a layer with this number of inputs cannot be quantized; None if it can."""
+    if inputs % MULTIPLE == 0:
+        return None
+    return f"{name} has {inputs} inputs, which is not a multiple of {MULTIPLE}; remove the key"
 
 
 def matches(name: str, target: str) -> bool:

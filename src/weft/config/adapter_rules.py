@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.config.adapter import AdapterSection, adapted_layers, decoder_layers, is_stacked
+from weft.config.adapter import AdapterSection, adapted_layers, decoder_layers, is_stacked, unquantizable
 from weft.config.draft import Draft
 from weft.config.model_rules import known_model
 from weft.config.section import partial_section
@@ -48,6 +48,9 @@ def _check_targets(draft: Draft) -> None:
         if model.num_hidden_layers is None or model.num_attention_heads is None:
             return
         layers = decoder_layers(model)
+        quantized = layers.items() if draft.get("adapter.quantize") else ()
+        if wrong := next(filter(None, (unquantizable(name, shape.inputs) for name, shape in quantized)), None):
+            draft.report("adapter.quantize", wrong)
         section = partial_section(AdapterSection, draft.get, "adapter", from_=None)
         try:
             adapted_layers(section, layers, [name for name in layers if is_stacked(name)])

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.config.adapter import ROUTERS, STACKED, AdapterSection, adapted_layers, layer_of
+from weft.config.adapter import ROUTERS, STACKED, AdapterSection, adapted_layers, layer_of, unquantizable
 from weft.errors import UserError
-from weft.models.layers.blockwise import FORMATS, MULTIPLE, PACKED, block_size
+from weft.models.layers.blockwise import FORMATS, PACKED, block_size
 from weft.models.layers.custom import derive_seed
 from weft.models.layers.lora import Lora, is_quantized, lora_linear
 from weft.models.layers.moe import Experts
@@ -106,10 +106,8 @@ def _quantize(module: Any, name: str, how: str) -> None:
     leaf = name.rpartition(".")[2] if isinstance(module, Experts) else "weight"
     weight = getattr(module, leaf)
     *rest, columns = weight.shape
-    if columns % MULTIPLE:
-        raise UserError(
-            f"adapter.quantize: {name} has {columns} inputs, which is not a multiple of {MULTIPLE}; remove the key"
-        )
+    if (wrong := unquantizable(name, columns)) is not None:
+        raise UserError(f"adapter.quantize: {wrong}")
     dtype = FORMATS[how]
     setattr(module, "code_dtype", dtype)  # noqa: B010
     codes = torch.empty(*rest, columns // PACKED[dtype], dtype=dtype, device=weight.device)

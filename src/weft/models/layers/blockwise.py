@@ -21,7 +21,6 @@ from weft.kernels.grouped import grouped_linear
 
 FORMATS = {"nf4": torch.uint8, "int8": torch.int8}  # and the dtype of the codes
 PACKED = {torch.uint8: 2, torch.int8: 1}  # weights per code
-MULTIPLE = 16  # of which the number of columns must be a multiple
 _BLOCK = 64  # maximum number of weights with a common scale, as in QLoRA
 _SHARDS = 8  # number of shards of a row that always consist of full blocks
 # Quantiles of a normal distribution, with an exact 0 (Dettmers et al., 2023, appendix E).
