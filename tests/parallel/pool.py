@@ -142,7 +142,11 @@ class _Case:
             first, *others = failed
             parts.append(f"--- rank {first}: {failed[first]}")
             parts += _together({rank: failed[rank].splitlines()[-1] for rank in others})
-        stacks = {rank: (self.folder / f"stack-{rank}").read_text(errors="replace").strip() for rank in missing}
+        files = {rank: self.folder / f"stack-{rank}" for rank in missing}
+        stacks = {
+            rank: file.read_text(errors="replace").strip() if file.exists() else "no stack: it died before it began"
+            for rank, file in files.items()
+        }
         return "\n".join(parts + _together({rank: f"was still here:\n{stack}" for rank, stack in stacks.items()}))
 
     def end(self) -> None:

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
     wait_briefly()
     console = Console()
-    session = Session(*_open(args, console), console)
+    session = ChatLoop(*_open(args, console), console)
     if session.interactive:
         with suppress(ImportError):
             import readline  # noqa: F401 (input() then edits lines and recalls earlier lines)
@@ -127,7 +127,7 @@ def _open(args: argparse.Namespace, console: Console) -> tuple[Chat, Sampling]:
     return Chat(engine, template, system=args.system, adapter=args.adapter and ADAPTER), sampling
 
 
-class Session:
+class ChatLoop:
     """Reads messages and commands, and prints answers.
 
     Args:
