@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 from matrix_parts import Sequences
 
+from weft.checkpoint.load import resolve
 from weft.config.run import RunConfig
 from weft.data.batches.batch import Batch
 from weft.data.batches.loader import BatchSource
@@ -46,7 +49,29 @@ def several(files: dict[str, Path], sequences: int) -> dict[str, Any]:
     metrics = {"global": own_loop(configs["global"], "global", 3, sequences)}
     own_loop(configs["local"], "local", 2, sequences)  # stops here
     metrics["local"] = own_loop(configs["local"], "local", 3, sequences, fresh=False)
-    return metrics | {"refused": refused(configs["refused"], sequences)}
+    ends = ended(configs["refused"], as_dict(global_batches(configs["refused"], sequences).batch(0)))
+    return metrics | {"refused": refused(configs["refused"], sequences), "ends": ends}
+
+
+def ended(config: RunConfig, batch: dict[str, torch.Tensor]) -> list[Any]:
+    """What happens on each rank if only rank 1 gets signals: after which steps, and what is saved."""
+    found: list[Any] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        trainer = Trainer(config, batches="global", fresh=True)
+        handle = trainer.optimizer.register_step_pre_hook(
+            lambda *_, number=number, rank=trainer.mesh.rank: os.kill(os.getpid(), number) if rank == 1 else None
+        )
+        try:
+            with trainer:
+                trainer.step(batch)
+                handle.remove()
+                found.append(trainer.stopping)
+                trainer.step(batch)
+                found.append(trainer.stopping)
+                trainer.step(batch)
+        except (KeyboardInterrupt, SystemExit) as end:
+            found += [type(end).__name__, trainer.step_number, resolve(config.run_directory).name]
+    return found
 
 
 def refused(config: RunConfig, sequences: int) -> dict[str, str]:

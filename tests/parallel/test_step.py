@@ -23,7 +23,7 @@ def train(runner, case, sequences):
     "mesh",
     [
         {"dp_shard": 2},
-        {"pp": 2},
+        pytest.param({"pp": 2}, marks=pytest.mark.matrix),
         pytest.param({"dp_shard": 2, "tp": 2}, marks=pytest.mark.matrix),
         pytest.param({"dp_replicate": 2, "dp_shard": 2, "cp": 2}, marks=pytest.mark.matrix),
         pytest.param({"pp": 2, "dp_replicate": 2, "tp": 2, "pp_schedule": "1f1b"}, marks=pytest.mark.matrix),
@@ -38,6 +38,9 @@ def test_steps_are_those_of_fit_and_mistakes_are_told_on_all_ranks(runner, mesh)
         assert all(rank[form] == found[0][form] for rank in found)  # metrics, also those of time
     assert [line["step"] for line in found[0]["global"]] == [*range(1, STEPS + 1)]
     assert [line["step"] for line in found[0]["local"]] == [STEPS]  # resumed
+    interrupted, terminated = [False, "KeyboardInterrupt", 1], [False, True, "SystemExit", 2]
+    ends = [*interrupted, "step-00000001", *terminated, "step-00000002"]
+    assert all(rank["ends"] == ends for rank in found), found[0]["ends"]
     for rank in found:
         said = rank["refused"]
         for form in ("global", "local"):
