@@ -453,7 +453,7 @@ def test_the_same_tracker_twice():
     ],
 )
 def test_fine_tuning(text, said):
-    (found,) = problems(SHORT + text)
+    (found,) = problems(SHORT + text, "data.packing=concatenate")
     assert shows(found, said)
 
 

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from running import QUIET, losses, train
@@ -338,6 +340,10 @@ def test_keys_and_paths_are_checked_before_anything_is_read(raw_yaml, alpaca, tm
 
 def test_texts_are_packed_end_to_end_and_mixtures_take_raw_data(raw_yaml, tiny_corpus, tiny_store, alpaca, cache):
     texts = tiny_corpus / "train"  # text files, and JSON Lines with the field text
+    by_sequences = ["objective.type=sft", "objective.loss=sequences"]
+    assert "set data.packing to best_fit" in refused(raw_yaml(train=str(texts)), *by_sequences)
+    assert prepared(raw_yaml(train=str(texts), packing="best_fit"), *by_sequences).data.document_attention
+    assert "best_fit" in refused(raw_yaml(train=str(texts), packing="concatenate"), *by_sequences)
     config = prepared(raw_yaml(train=str(texts)))
     assert (config.data.packing, config.data.document_attention) == ("concatenate", False)
     store, reference = store_of(config), TokenStore(tiny_store)
@@ -400,3 +406,34 @@ def test_the_recipe_is_one_command(alpaca, hf_folder, tmp_path, cache):
     assert len(recipe.read_text().splitlines()) < 25
     assert train(recipe, f"data.train={alpaca}", f"model.from={hf_folder}", f"run.directory={tmp_path / 'runs'}") == 0
     assert losses(tmp_path / "runs" / "sft")
+
+
+def test_truncated_conversations_are_counted_and_a_date_does_not_pack_again(
+    raw_yaml, alpaca, hf_folder, tmp_path, cache
+):
+    folder = shutil.copytree(hf_folder, tmp_path / "hf")
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}" + NAMED["chatml"].source)
+    file, found = raw_yaml(train=str(alpaca), overlong="truncate"), []
+    for day in ("2031-05-06", "2032-05-06"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("weft.data.raw.detect.date", SimpleNamespace(today=lambda day=day: date.fromisoformat(day)))
+            found.append(store_of(prepared(file, f"model.from={folder}")))
+    assert found[0].path == found[1].path
+    info = found[0].info
+    assert info.documents == len(RECORDS)
+    assert info.notes == {f"truncated to {LENGTH} tokens": 1}
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    assert tokenizer.decode(found[0].document(0)).startswith("2031<|im_start|>user")
+
+
+@pytest.mark.matrix
+def test_ranks_train_on_raw_data_as_one_process_does(raw_yaml, alpaca, tmp_path, cache):
+    assert train(raw_yaml("one.yaml", train=str(alpaca))) == 0
+    command = [sys.executable, "-m", "weft", "train", str(raw_yaml("two.yaml", train=str(alpaca))), "--nproc", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("records: alpaca") == 1  # once, by the launcher
+    for ours, expected in zip(losses(tmp_path / "runs" / "two"), losses(tmp_path / "runs" / "one"), strict=True):
+        assert ours == pytest.approx(expected, rel=1e-5)

@@ -178,7 +178,7 @@ def _check_fine_tuning(draft: Draft) -> None:
             if source is not None and has_attribute(source, "get_input_embeddings") is False:
                 what = f"the embedding of {name} is not known; add a method get_input_embeddings that returns it"
                 draft.report("objective.neftune", f"{what}, or set neftune to 0", "model.type")
-    unknown = data.packing == "concatenate" and draft.get("data.document_attention") is False and data.stores
+    unknown = data.packing == "concatenate" and draft.get("data.document_attention") is False and data.paths[0]
     if draft.get("objective.loss") == "sequences" and unknown:
         what = "sequences needs to know the documents of a sequence; set data.packing to best_fit"
         draft.report("objective.loss", f"{what}, or data.document_attention to true", "data.packing")

@@ -100,6 +100,9 @@ def _packing(config: RunConfig, data: DataSection) -> dict[str, object]:
     what = missing_arguments(config.model.type) if values["document_attention"] else None
     if what is not None:
         raise UserError(f"data.packing: best_fit is the default for conversations, but {what}; add it")
+    if config.objective.arguments.get("loss") == "sequences" and not values["document_attention"]:
+        what = "sequences needs to know the documents of a sequence, but texts are joined by default"
+        raise UserError(f"objective.loss: {what}; set data.packing to best_fit")
     return values
 
 
