@@ -124,6 +124,9 @@ def test_quantized_weights_are_the_nearest_values(how):
     found = dequantize_blocks(codes, scale.double())
     torch.testing.assert_close((found - weight).abs(), best.flatten(-2), rtol=0, atol=2e-6)
     assert not found[0, 0].any()
+    weight[1, 2, 3] = torch.nan
+    with pytest.raises(UserError, match="infinite or NaN"):
+        quantize_blocks(weight, how)
     assert block_size(4096) == 64
     assert (block_size(11008), 11008 // 32 % 8) == (32, 0)  # so that 8 ranks of `tp` have full blocks
 

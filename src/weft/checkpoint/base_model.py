@@ -92,7 +92,7 @@ def _fill_quantized(targets: Mapping[str, tuple[torch.Tensor, torch.Tensor, str]
             rows = shards[chosen[0]].rows
             for first in range(rows.start, rows.stop, count := base.tensors[name].rows):
                 block = base.tensors[name].read(first, min(count, rows.stop - first))
-                found = quantize_blocks(block, how)
+                found = quantize_blocks(block.to(shards[0].local.device), how)
                 for number in chosen:
                     shard, place = shards[number], slice(first - rows.start, first - rows.start + len(block))
                     shard.local[place].copy_(found[number][(slice(None), *shard.rest)])

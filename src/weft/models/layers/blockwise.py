@@ -50,11 +50,11 @@ def quantize_blocks(weight: torch.Tensor, how: str) -> tuple[torch.Tensor, torch
         UserError: a weight is infinite or NaN.
     """
     blocks = weight.to(torch.float32).unflatten(-1, (-1, block_size(weight.shape[-1])))
-    if not torch.isfinite(blocks).all():
-        raise UserError("adapter.quantize: a weight is infinite or NaN; use another base model, or remove the key")
     largest = blocks.abs().amax(-1, keepdim=True)
+    if not torch.isfinite(largest).all():
+        raise UserError("adapter.quantize: a weight is infinite or NaN; use another base model, or remove the key")
     scale = (largest if how == "nf4" else largest / 127).to(torch.bfloat16)
-    scaled = blocks / torch.where(scale == 0, 1, scale).to(torch.float32)
+    scaled = blocks / torch.where(scale == 0, 1, scale)
     if how == "int8":
         return scaled.round_().clamp_(-127, 127).flatten(-2).to(torch.int8), scale.squeeze(-1)
     values = torch.tensor(_NF4, device=weight.device)
