@@ -66,7 +66,7 @@ def raw_yaml(tmp_path, hf_folder):
             "run": {"directory": str(tmp_path / "runs"), "seed": 3},
             "model": {"from": str(hf_folder)},
             "data": {"sequence_length": LENGTH} | data,
-            "training": {"steps": 3, "batch_tokens": 4 * LENGTH, "dtype": "float32"},
+            "training": {"steps": 2, "batch_tokens": 4 * LENGTH, "dtype": "float32"},
             "log": QUIET,
         }
         path = tmp_path / name
@@ -208,7 +208,7 @@ def start_packing(file):
 
 def test_several_processes_pack_once_and_a_killed_one_leaves_nothing_half(raw_yaml, tmp_path, cache):
     big = tmp_path / "big.jsonl"
-    big.write_text("".join(json.dumps(RECORDS[n % 8] | {"instruction": f"{n}?"}) + "\n" for n in range(20_000)))
+    big.write_text("".join(json.dumps(RECORDS[n % 8] | {"instruction": f"{n}?"}) + "\n" for n in range(6_000)))
     file = raw_yaml(train=str(big))
     process = start_packing(file)
     deadline = time.monotonic() + 60
@@ -219,14 +219,14 @@ def test_several_processes_pack_once_and_a_killed_one_leaves_nothing_half(raw_ya
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert [path.name for path in cache.iterdir() if not path.name.startswith(".")] == ["digests"]
-    asking = [start_packing(file) for _ in range(3)]
+    asking = [start_packing(file) for _ in range(2)]
     answers = [process.communicate(timeout=120) for process in asking]
-    assert [process.returncode for process in asking] == [0] * 3, answers
+    assert [process.returncode for process in asking] == [0, 0], answers
     assert len({out for out, _ in answers}) == 1
     ended = [line for _, err in answers for line in err.splitlines() if line.startswith("packing ") and "took" in line]
     assert len(ended) == 1
     store = TokenStore(answers[0][0].strip())
-    assert store.num_documents + sum(store.info.rejected.values()) == 20_000
+    assert store.num_documents + sum(store.info.rejected.values()) == 6_000
     assert not list(cache.glob(".*.partial"))
 
 

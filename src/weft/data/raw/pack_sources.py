@@ -26,8 +26,8 @@ def pack_sources(config: RunConfig, console: Console | None = None, *, train: bo
     Of several processes that call this function at the same time, one packs, and the others wait.
 
     Args:
-        console: prints what was detected and packed. The process that packs shows its progress even if
-            `console.prints` is false.
+        console: prints what was detected and packed. If a rank other than the first packs, it shows its progress
+            although its console does not print.
         train: whether training data are packed too, and not only validation data.
 
     Returns:
@@ -44,14 +44,14 @@ def pack_sources(config: RunConfig, console: Console | None = None, *, train: bo
 
 
 def _pack_sources(config: RunConfig, console: Console, train: bool) -> RunConfig:
-    stores = {}
+    stores, progress = {}, Console(prints=console.prints or os.environ.get("RANK", "0") != "0")
     for key, raw in detect_sources(config, train=train).items():
         console.line(f"{key}: {raw.path}: {raw.description}")
         try:
             if isinstance(raw.encoder, ConversationEncoder):
                 for line in raw.encoder.warnings() if console.prints else ():
                     console.warning(in_config_words(line))
-            stores[key] = str(cached_store(raw, Console()))
+            stores[key] = str(cached_store(raw, progress))
         except UserError as error:
             raise UserError(in_config_words(error.what), error.where, error.line) from None
         _report(key, stores[key], console)
