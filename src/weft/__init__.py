@@ -5,6 +5,7 @@ Each public name is imported when it is first used, so `import weft` itself is f
     weft.pack(["docs.jsonl"], tokenizer="tok", out="store")
     config = weft.RunConfig.load("run.yaml", ["optimizer.lr=1e-3"])
     weft.Trainer(config).fit()
+    weft.Trainer(config, batches="global").step(batch)      # or your own loop and batches
     weft.generate("runs/run", "Once upon a time")
     weft.evaluate("runs/run", store="heldout").loss         # nats per token
     weft.export_model("runs/run", "out", to="hf")           # for Hugging Face's transformers
