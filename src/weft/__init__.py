@@ -28,6 +28,7 @@ __all__ = [
     "generate",
     "import_model",
     "load_model",
+    "merge_adapter",
     "pack",
 ]
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from weft.errors import UserError
     from weft.evaluation.evaluate import evaluate
     from weft.export.export_model import export_model
+    from weft.export.merge_adapter import merge_adapter
     from weft.generation.engine import Engine
     from weft.generation.settings import Sampling
     from weft.generation.text import free_models, generate
@@ -61,6 +63,7 @@ _MODULES = {
     "generate": "weft.generation.text",
     "import_model": "weft.checkpoint.huggingface.import_model",
     "load_model": "weft.checkpoint.load_model",
+    "merge_adapter": "weft.export.merge_adapter",
     "pack": "weft.data.packing.pack",
 }
 

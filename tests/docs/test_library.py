@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import weft
+from weft.checkpoint.huggingface.peft_writer import write_peft
+from weft.checkpoint.load import architecture
 from weft.cli.main import main
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
@@ -23,7 +25,7 @@ SHORT = {"training": {"steps": 4}, "schedule": {"warmup_steps": 0}, "log": {"tra
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, tiny_corpus, tiny_tokenizer, tiny_store, tiny_heldout):
-    """The folder that the examples run in: docs.jsonl, tok, heldout, run.yaml, runs/run and hf."""
+    """The folder that the examples run in: docs.jsonl, tok, heldout, run.yaml, runs/run, hf and peft."""
     folder = tmp_path_factory.mktemp("library")
     lines = (tiny_corpus / "train" / "more.jsonl").read_text().splitlines()[:40]
     (folder / "docs.jsonl").write_text("\n".join(lines) + "\n")
@@ -37,6 +39,10 @@ def home(tmp_path_factory, tiny_corpus, tiny_tokenizer, tiny_store, tiny_heldout
     )
     assert main(["train", str(folder / "run.yaml")]) == 0
     assert main(["export", str(folder / "runs" / "run"), str(folder / "hf")]) == 0
+    (folder / "peft").mkdir()
+    up_proj = weft.load_model(folder / "hf").layers[0].mlp.up_proj.weight
+    change = weft.LowRank(torch.ones(2, up_proj.shape[1]), torch.ones(len(up_proj), 2), 0.01)
+    write_peft(folder / "peft", architecture(folder / "hf"), {"layers.0.mlp.up_proj": change})
     return folder
 
 
@@ -68,7 +74,7 @@ def test_a_dtype_that_is_none_is_one_line(here):
 
 @pytest.mark.parametrize("name", weft.__all__)
 def test_the_examples_in_docstrings_run(here, name):
-    for folder in ("store", "exported", "imported"):
+    for folder in ("store", "exported", "imported", "merged"):
         shutil.rmtree(here / folder, ignore_errors=True)
     found = getattr(weft, name)
     assert inspect.getdoc(found)

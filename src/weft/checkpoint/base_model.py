@@ -52,12 +52,7 @@ def load_base(model: nn.Module, section: Section, base: Path, expected: AdapterR
         raise error_on_all_ranks(
             f"{base}: this is an adapter itself; merge it first (`weft merge`), and use the merged model"
         )
-    digest = weights_digest(section, base)
-    if expected is not None and digest != expected.base.digest:
-        raise error_on_all_ranks(
-            f"{base}: these are not the weights that the adapter was trained on (digest {digest[:12]}, not "
-            f"{expected.base.digest[:12]}); use {expected.base.path} as it was then"
-        )
+    digest = check_digest(section, base, None if expected is None else expected.base)
     quantized = quantized_weights(model)
     left = {f"{name}{end}" for names in ranks.all_gather_object(list(quantized)) for name in names for end in _ENDS}
 
@@ -116,6 +111,26 @@ def _shard(tensor: torch.Tensor) -> _Shard:
     places = [slice(first, first + count) for first, count in zip(start, size, strict=True)]
     rows = range(start[0], start[0] + size[0]) if all(size) else range(0)
     return _Shard(local(tensor), rows, tuple(places[1:]))
+
+
+def check_digest(section: Section, base: Path, expected: BaseModel | None) -> str:
+    """Returns the digest of a base model's weights (`weights_digest`). Every rank must call this function.
+
+    Args:
+        section: the model's section.
+        base: the base model.
+        expected: the base model that an adapter was trained on; None: unknown.
+
+    Raises:
+        UserError: the digests differ.
+    """
+    digest = weights_digest(section, base)
+    if expected is not None and digest != expected.digest:
+        raise error_on_all_ranks(
+            f"{base}: these are not the weights that the adapter was trained on (digest {digest[:12]}, not "
+            f"{expected.digest[:12]}); use {expected.path} as it was then"
+        )
+    return digest
 
 
 def base_path(section: Section) -> Path:

@@ -117,7 +117,7 @@ def open_weights(path: str | Path, *, huggingface: bool | None = None, allow_pic
         return Weights(path, False, {name: _converted(folder, name) for name in folder.sources}, {}, folder.warnings)
     if (path / files.ADAPTER).is_file():
         raise UserError(ADAPTER_ONLY, path)
-    tensors = dict(_checkpoint_tensors(path))
+    tensors = dict(checkpoint_tensors(path))
     if not huggingface:
         return Weights(path, False, tensors, {})
     section = architecture(path)
@@ -193,7 +193,7 @@ def _converted(folder: HuggingFaceFolder, name: str) -> SavedTensor:
     return SavedTensor(folder.dtype(name), shape, read)
 
 
-def _checkpoint_tensors(checkpoint: Path) -> Iterator[tuple[str, SavedTensor]]:
+def checkpoint_tensors(checkpoint: Path) -> Iterator[tuple[str, SavedTensor]]:
     index = read_json(checkpoint / files.INDEX)
     for name, entry in index["tensors"].items():
         if not name.startswith(MODEL_PREFIX):

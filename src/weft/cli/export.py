@@ -12,7 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Writes the model of a run's newest checkpoint, of one checkpoint, or of an imported or Hugging Face folder. "
         "--to hf, the default, writes config.json, safetensors and tokenizer files for AutoModelForCausalLM and "
-        "AutoTokenizer, without remote code. A sharded checkpoint is assembled one tensor at a time."
+        "AutoTokenizer, without remote code. A sharded checkpoint is assembled one tensor at a time. --to peft writes "
+        "the adapter of a run for PEFT (option base=NAME: the base model's name)."
     )
     parser.add_argument("source", metavar="SRC", help="a run, a checkpoint, an imported or a Hugging Face folder")
     parser.add_argument("out", metavar="OUT", help="the folder or file to write")
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         default="hf",
         metavar="FORMAT",
-        help="output format: hf (default), the name of a plugin, or module:function",
+        help="output format: hf (default), peft, the name of a plugin, or module:function",
     )
     parser.add_argument("--dtype", help="dtype of the weights, such as bfloat16 (default: as saved)")
     parser.add_argument("--max-shard-size", metavar="SIZE", help="maximum size of a file (default: 5GB)")

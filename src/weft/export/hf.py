@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from weft.checkpoint.huggingface.transformers_files import transformers_config_f
 from weft.checkpoint.load import architecture, tokenizer_folder
 from weft.checkpoint.shard_files import SHARD_BYTES, new_huggingface_folder, split_into_shards
 from weft.checkpoint.tensor_file import Entry, main_dtype
-from weft.checkpoint.weights import open_weights, to_huggingface
-from weft.config.model import ModelSection
+from weft.checkpoint.weights import Weights, open_weights, to_huggingface
+from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
 from weft.families.config_json import CONFIG
@@ -55,13 +56,46 @@ def export(
     Raises:
         UserError: the checkpoint is damaged, or no Hugging Face model family has this architecture.
     """
-    kind, limit = parse_dtype(dtype), _parse_size(max_shard_size)
-    section, tokenizer = architecture(source), tokenizer_folder(source)
-    weights = open_weights(source, huggingface=False)
+    kind, limit = parse_dtype(dtype), parse_size(max_shard_size)
+    model = ExportedModel(architecture(source), open_weights(source, huggingface=False), tokenizer_folder(source))
+    return write_huggingface(model, out, console, "exporting", kind, limit)
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """A model to write as a Hugging Face folder.
+
+    Attributes:
+        section: the `model` section.
+        weights: the weights. Special token ids and generation_config.json of the folder `weights.path` are kept.
+        tokenizer: the tokenizer's folder; None: there is no tokenizer.
+    """
+
+    section: ModelSection | TransformersModelSection | CustomModelSection
+    weights: Weights
+    tokenizer: Path | None
+
+
+def write_huggingface(
+    model: ExportedModel, out: Path, console: Console, task: str, kind: torch.dtype | None, limit: int
+) -> WrittenModel:
+    """Writes a Hugging Face folder, as `export` does.
+
+    Args:
+        task: label of the progress bar.
+        kind: dtype of the weights. Default: as saved.
+        limit: maximum number of bytes of a file.
+    """
+    section, weights, tokenizer, source = model.section, model.weights, model.tokenizer, model.weights.path
     if isinstance(section, TransformersModelSection):
-        kinds = {name: kind or saved.dtype for name, saved in weights.tensors.items()}
-        entries = transformers_entries(section, kinds, lambda name: weights.tensors[name].full())
+        kinds = {name: saved_dtype(name, kind, saved.dtype) for name, saved in weights.tensors.items()}
+        if weights.huggingface:
+            entries = [Entry(name, kinds[name], saved.shape, saved.full) for name, saved in weights.tensors.items()]
+        else:
+            entries = transformers_entries(section, kinds, lambda name: weights.tensors[name].full())
         config_files = transformers_config_files(section, entries)
+        if generation := read_origin(source).get("generation_config"):
+            config_files["generation_config.json"] = generation
     elif isinstance(section, ModelSection):
         converted = to_huggingface(source, section, weights.tensors)
         names = {external: sources[0][0] for external, sources in names_in_files(section).items()}
@@ -79,7 +113,7 @@ def export(
     warnings = [*weights.warnings, *tokenizer_warnings(tokenizer, section, config_files[CONFIG])]
     warnings = [f"{source}: {warning}" for warning in warnings]
     shards = split_into_shards(entries, limit)
-    with new_huggingface_folder(out, shards, "exporting", console, warnings) as folder:
+    with new_huggingface_folder(out, shards, task, console, warnings) as folder:
         for name, content in config_files.items():
             files.write_json(folder / name, content)
         if tokenizer is not None:
@@ -113,7 +147,7 @@ def _config_files(
     return {CONFIG: config | special | {"dtype": kind, "torch_dtype": kind}, "generation_config.json": generation}
 
 
-def _parse_size(size: str | int) -> int:
+def parse_size(size: str | int) -> int:
     """Converts a size such as `5GB`, `500 MB`, `2GiB` or a number to bytes. Raises UserError for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(size).strip(), re.IGNORECASE)
     if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:

@@ -46,6 +46,10 @@ def read_config(path: str | Path, *, dequantized: bool = True) -> dict[str, Any]
         if (path / "snapshots").is_dir():
             inner = next((str(found) for found in sorted((path / "snapshots").iterdir())), "one of snapshots/")
             raise UserError(f"this is a cache folder of the Hugging Face hub; use the snapshot in it: {inner}", path)
+        if (path / "adapter_config.json").exists():
+            raise UserError(
+                "this is an adapter of PEFT, not a model; use its base model, and name the adapter apart", path
+            )
         raise UserError("config.json is missing; download the full repository", path)
     if (path / CONFIG).stat().st_size == 0:
         raise UserError("the file is empty; download it again", path / CONFIG)

@@ -16,6 +16,8 @@ from weft.files import read_json
 ADAPTER_CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 
+# Names in files that differ in the models of transformers 5, and so in PEFT's files.
+_RENAMED = ((".block_sparse_moe.", ".mlp."), ("embed_out.", "lm_head."))
 # Keys that change nothing in the saved weights or their use.
 _WITHOUT_EFFECT = {
     "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "task_type",
@@ -73,7 +75,10 @@ class PeftConfig:
             head: name of the output head, which "all-linear" leaves out.
         """
         chosen = self.keys.get("target_modules")
-        if _matches(self.keys.get("exclude_modules"), name) or self.saves(name):
+        saved = self.keys.get("modules_to_save") or ()
+        if _matches(self.keys.get("exclude_modules"), name) or any(
+            re.match(rf"(^|.*\.){one}($|\..*)", name) for one in saved
+        ):
             return False
         if isinstance(chosen, str) and chosen.lower() == ALL_LINEAR:
             return name != head
@@ -85,7 +90,7 @@ class PeftConfig:
 
     def saves(self, name: str) -> bool:
         """Whether the files contain the full weights of the module `name` (`modules_to_save`)."""
-        return any(re.match(rf"(^|.*\.){one}($|\..*)", name) for one in self.keys.get("modules_to_save") or ())
+        return name.endswith(tuple(self.keys.get("modules_to_save") or ()))
 
     def _in_layers(self, name: str) -> bool:
         layers = self.keys.get("layers_to_transform")
@@ -106,6 +111,13 @@ def _matches(chosen: str | Collection[str] | None, name: str) -> bool:
     if isinstance(chosen, str):
         return re.fullmatch(chosen, name) is not None
     return any(name == one or name.endswith(f".{one}") for one in chosen or ())
+
+
+def in_transformers(name: str) -> str:
+    """Returns the name in a model of transformers 5 of a tensor or module in a Hugging Face file."""
+    for old, new in _RENAMED:
+        name = name.replace(old, new)
+    return name
 
 
 def read_peft_config(folder: str | Path) -> PeftConfig:

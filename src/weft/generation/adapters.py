@@ -158,6 +158,10 @@ def _prepare(model: nn.Module, name: str, layer: str, delta: LowRank) -> Change:
             raise UserError(
                 f"adapter {name!r}: the magnitude of {layer} is {list(magnitude.shape)}; it must be [{sizes[1]}]"
             )
+        if hasattr(linear, "lora"):
+            raise UserError(
+                f"adapter {name!r}: {layer} has an adapter already, to which DoRA cannot be added; {_MERGE}"
+            )
         if not isinstance(linear.weight, torch.Tensor) or not linear.weight.is_floating_point():
             raise UserError(
                 f"adapter {name!r}: DoRA needs the full weight of {layer}, which is quantized; omit quantize"

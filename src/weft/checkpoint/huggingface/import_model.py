@@ -15,7 +15,7 @@ from weft.checkpoint.huggingface.folder import open_folder
 from weft.checkpoint.shard_files import write_checkpoint
 from weft.checkpoint.tensor_file import Entry
 from weft.checkpoint.tensors import MODEL_PREFIX
-from weft.config.model import ModelSection
+from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
 from weft.formatting import amount, counted
@@ -29,7 +29,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 class WrittenModel:
     """A model that was imported or exported: its model section, and its numbers of tensors, files and bytes."""
 
-    section: ModelSection | TransformersModelSection
+    section: ModelSection | TransformersModelSection | CustomModelSection
     tensors: int
     files: int
     bytes: int
@@ -38,6 +38,8 @@ class WrittenModel:
         written = f"{counted(self.tensors, 'tensor')}, {counted(self.bytes, 'byte')} in {counted(self.files, 'file')}"
         if isinstance(self.section, TransformersModelSection):
             return f"{self.section.architecture}, {written}"
+        if isinstance(self.section, CustomModelSection):
+            return f"{self.section.type}, {written}"
         return f"{self.section.family}, {amount(self.section.size().parameters)} parameters in {written}"
 
 

@@ -11,13 +11,14 @@ from safetensors import safe_open
 from torch import nn
 
 from weft.checkpoint.huggingface.folder import read_header
-from weft.checkpoint.huggingface.peft_layers import PeftLayer, PeftModel, in_transformers, peft_model
+from weft.checkpoint.huggingface.peft_layers import PeftLayer, PeftModel, peft_model
 from weft.checkpoint.huggingface.slices import transformed
 from weft.config.model import ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
-from weft.families.peft_config import PeftConfig, read_peft_config
+from weft.families.peft_config import PeftConfig, in_transformers, read_peft_config
 from weft.formatting import first_few
+from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import Transform, invert
 from weft.models.low_rank import LowRank
 
@@ -36,11 +37,13 @@ class PeftAdapter:
         config: the adapter_config.json.
         layers: name of a weight of Weft's model, without `.weight` -> its change.
         weights: name of a weight of Weft's model -> the full weight that replaces it (`modules_to_save` and biases).
+        digest: digest of the weights of the base model, if Weft wrote the files; otherwise None.
     """
 
     config: PeftConfig
     layers: dict[str, LowRank]
     weights: dict[str, torch.Tensor]
+    digest: str | None
 
 
 def read_peft(folder: str | Path, model: nn.Module | ModelSection | TransformersModelSection) -> PeftAdapter:
@@ -56,7 +59,8 @@ def read_peft(folder: str | Path, model: nn.Module | ModelSection | Transformers
     """
     config, path = read_peft_config(folder), Path(folder) / ADAPTER_WEIGHTS
     names, stored, keys = peft_model(model), {}, {}
-    for key, tensor in _read_tensors(path).items():
+    tensors, metadata = _read_tensors(path)
+    for key, tensor in tensors.items():
         name = in_transformers(key.removeprefix(PREFIX)) if key.startswith(PREFIX) else key
         name = name.replace(f"{MAGNITUDE}.weight", MAGNITUDE)
         stored[name], keys[name] = tensor, key
@@ -78,10 +82,20 @@ def read_peft(folder: str | Path, model: nn.Module | ModelSection | Transformers
         found = first_few(problems, _NAMED, "; ") or "target_modules match none of its layers"
         base = f"{config.base!r}, on which it was trained" if config.base else "the model that it was trained on"
         raise UserError(f"the adapter does not fit the model: {found}; use {base}, or save the adapter again", path)
-    return PeftAdapter(config, {name: _stack(name, parts, path) for name, parts in changes.items()}, weights)
+    layers = {name: _stack(name, parts, path) for name, parts in changes.items()}
+    return PeftAdapter(config, layers, weights, metadata.get(digest_key(isinstance(model, Decoder | ModelSection))))
 
 
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def digest_key(decoder: bool) -> str:
+    """Returns the key of the base model's digest in the metadata of adapter_model.safetensors, if Weft wrote the file.
+
+    Args:
+        decoder: whether the base model is a built-in decoder; its digest differs from that of a model of type hf.
+    """
+    return f"weft_base_digest_{'decoder' if decoder else 'hf'}"
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     if not path.is_file():
         remedy = "download the full adapter"
         if (path.parent / _PICKLED).is_file():
@@ -89,7 +103,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{path.name} is missing; {remedy}", path.parent)
     read_header(path)
     with safe_open(path, framework="pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 def _targets(config: PeftConfig, names: PeftModel, stored: Mapping[str, torch.Tensor]) -> dict[str, PeftLayer]:

@@ -13,13 +13,12 @@ from weft.checkpoint.huggingface.folder import names_in_files
 from weft.checkpoint.huggingface.slices import transformed
 from weft.config.model import ModelSection
 from weft.config.transformers_model import TransformersModelSection
+from weft.families.peft_config import in_transformers
 from weft.models.build import build_model
 from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import Transform, invert, saved_tensors
 from weft.models.layers.moe import Router
 
-# Names in files that differ in the models of transformers 5, and so in PEFT's files.
-_RENAMED = ((".block_sparse_moe.", ".mlp."), ("embed_out.", "lm_head."))
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -84,13 +83,6 @@ class PeftModel:
     head: str | None
 
 
-def in_transformers(name: str) -> str:
-    """Returns the name in a model of transformers 5 of a tensor or module in a Hugging Face file."""
-    for old, new in _RENAMED:
-        name = name.replace(old, new)
-    return name
-
-
 def peft_model(model: nn.Module | ModelSection | TransformersModelSection) -> PeftModel:
     """Returns the layers and weights of a model under the names in PEFT's files.
 
@@ -104,8 +96,7 @@ def peft_model(model: nn.Module | ModelSection | TransformersModelSection) -> Pe
         model = model.config
     if isinstance(model, ModelSection):
         return _of_decoder(model)
-    with torch.device("meta"):
-        module = build_model(model) if isinstance(model, TransformersModelSection) else model
+    module = build_model(model) if isinstance(model, TransformersModelSection) else model
     found: dict[str, PeftLayer] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear) or hasattr(layer, "in_features"):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from weft.checkpoint import checkpoint_files as files
-from weft.checkpoint.huggingface.peft_files import ADAPTER_WEIGHTS, MAGNITUDE, PREFIX, A, B, stacked_keys
+from weft.checkpoint.huggingface.peft_files import ADAPTER_WEIGHTS, MAGNITUDE, PREFIX, A, B, digest_key, stacked_keys
 from weft.checkpoint.huggingface.peft_layers import PeftLayer, PeftModel, peft_model
 from weft.config.model import ModelSection
 from weft.config.transformers_model import TransformersModelSection
@@ -29,6 +29,7 @@ def write_peft(
     rslora: bool = False,
     dropout: float = 0.0,
     base: str | None = None,
+    digest: str | None = None,
 ) -> int:
     """Writes adapter_config.json and adapter_model.safetensors, which `peft.PeftModel.from_pretrained` loads.
 
@@ -39,6 +40,7 @@ def write_peft(
         rslora: whether the config states scales as alpha / sqrt(rank) instead of alpha / rank.
         dropout: dropout of the adapter in training.
         base: path or name of the base model.
+        digest: digest of the base model's weights, which Weft checks when it reads the adapter.
 
     Returns:
         The number of layers of the Transformers model that the adapter changes.
@@ -70,11 +72,9 @@ def write_peft(
     if len({change.magnitude is None for change in joined.values()}) > 1:
         raise UserError("PEFT uses DoRA for all layers of an adapter or for none; merge the adapter instead")
     config = _config(names, joined, rslora, dropout)
-    save_file(
-        {key: one.detach().contiguous().clone() for key, one in tensors.items()},
-        folder / ADAPTER_WEIGHTS,
-        {"format": "pt"},
-    )
+    metadata = {"format": "pt"} | ({} if digest is None else {digest_key(isinstance(section, ModelSection)): digest})
+    written = {key: one.detach().contiguous().clone() for key, one in tensors.items()}
+    save_file(written, folder / ADAPTER_WEIGHTS, metadata)
     files.write_json(folder / ADAPTER_CONFIG, {"base_model_name_or_path": base, **config})
     return len(joined)
 
