@@ -75,12 +75,12 @@ def _error(node: Node, key: str, what: str) -> ConfigError:
     return ConfigError([node.problem(key, what)])
 
 
-def _tree(value: Any, place: Node, origin: str) -> Node:
+def to_tree(value: Any, place: Node, origin: str) -> Node:
     """Converts plain data to a tree of Nodes with the given origin. All nodes have the file and line of `place`."""
     if isinstance(value, dict):
-        value = {name: _tree(item, place, origin) for name, item in value.items()}
+        value = {name: to_tree(item, place, origin) for name, item in value.items()}
     elif isinstance(value, list):
-        value = [_tree(item, place, origin) for item in value]
+        value = [to_tree(item, place, origin) for item in value]
     else:
         return Node(value, place.file, place.line, spell(value), origin)
     return Node(value, place.file, place.line, None, origin)
@@ -98,9 +98,9 @@ def _from_preset(model: Node, preset: Node) -> Node:
         what = f"presets are for type decoder, not for {chosen.value}; remove preset or type"
         raise _error(preset, "model.preset", what)
     origin = f"preset {preset.value}"
-    base = _tree(known[preset.value], preset, origin)
+    base = to_tree(known[preset.value], preset, origin)
     multipliers = rescaled_multipliers(known[preset.value], merge(base, model, types=_TYPES).plain())
-    return merge(merge(base, _tree(multipliers, preset, origin)), model, types=_TYPES)
+    return merge(merge(base, to_tree(multipliers, preset, origin)), model, types=_TYPES)
 
 
 def _from_folder(model: Node) -> Node:
@@ -116,7 +116,7 @@ def _from_folder(model: Node) -> Node:
         config = folder_config(path.value, changes, weights=weights is None or weights.value is not False)
     except UserError as error:
         raise _error(path, "model.path", wrong_folder_hint(path, path.value) or str(error)) from None
-    content = _tree(config, path, f"{path.value}/config.json")
+    content = to_tree(config, path, f"{path.value}/config.json")
     return Node({**model.value, "config": content}, model.file, model.line)
 
 
@@ -141,7 +141,7 @@ def _from_checkpoint(model: Node, source: Node) -> Node:
             problems.append(node.problem(f"model.{name}", what))
     if problems:
         raise ConfigError(problems)
-    return merge(_tree(shape, source, f"checkpoint {found}"), model, types=_TYPES)
+    return merge(to_tree(shape, source, f"checkpoint {found}"), model, types=_TYPES)
 
 
 def _same(name: str, node: Node, has: Any) -> bool:

@@ -10,6 +10,7 @@ from annotated_types import Gt
 from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag
 
 from weft.config.adapter import AdapterSection
+from weft.config.adapter_source import resolve_adapter
 from weft.config.data import DataSection
 from weft.config.draft import Draft
 from weft.config.inherit import read_tree
@@ -211,6 +212,7 @@ class RunConfig(Section):
         if tree is None:
             raise ConfigError(_in_order(problems, files))
         tree, known = resolve_model(tree, problems)
+        tree = resolve_adapter(tree, problems)
         draft = Draft(tree, problems, cls, model_known=known, ranks=ranks or launched_ranks())
         draft.check()
         lacks = apply_rules(draft, check_data=check_data) if draft.complete else []

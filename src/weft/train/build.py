@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint.adapter_record import AdapterRecord, saved_record
+from weft.checkpoint.adapter_start import open_start
 from weft.checkpoint.base_model import base_path, load_base
 from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
 from weft.checkpoint.load import checkpoints, load, resolve
@@ -192,8 +193,12 @@ def restore(
         return state
     section = config.model
     if adapter is not None:
-        restore_base(job, model, None)
-        fill_from_base(model, adapter)
+        start = world.agree(lambda: open_start(adapter, section))
+        restore_base(job, model, None if start is None else start.record(adapter))
+        if start is None:
+            fill_from_base(model, adapter)
+        else:
+            start.fill(model, adapter, config.run.seed)
         subtract_initial_product(model, adapter)
         return {"step": 0}
     if isinstance(section, TransformersModelSection) and section.from_ is None and section.weights:
