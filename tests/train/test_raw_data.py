@@ -1,5 +1,7 @@
 """Raw files, folders and saved datasets as the data of a run: what is learned, what is cached, what is refused."""
 
+import csv
+import gzip
 import json
 import os
 import shutil
@@ -437,3 +439,17 @@ def test_ranks_train_on_raw_data_as_one_process_does(raw_yaml, alpaca, tmp_path,
     assert done.stderr.count("records: alpaca") == 1  # once, by the launcher
     for ours, expected in zip(losses(tmp_path / "runs" / "two"), losses(tmp_path / "runs" / "one"), strict=True):
         assert ours == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_format_gives_the_same_store(raw_yaml, alpaca, tmp_path, cache):
+    lines = "".join(json.dumps(record) + "\n" for record in RECORDS)
+    (tmp_path / "my.json.gz").write_bytes(gzip.compress(alpaca.read_bytes()))
+    with open(tmp_path / "my.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(RECORDS[0]))
+        writer.writeheader()
+        writer.writerows(RECORDS)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "part-1.jsonl").write_text(lines)
+    expected = store_of(prepared(raw_yaml(train=str(alpaca)))).info.digest
+    for name in ("my.json.gz", "my.csv", "folder", "folder/part-*.jsonl"):
+        assert store_of(prepared(raw_yaml(train=str(tmp_path / name)))).info.digest == expected, name
