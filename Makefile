@@ -107,9 +107,10 @@ bench-parallel: $(STAMP) ## measure several processes, beside Accelerate, transf
 	  .venv/bin/python $$file --out $(OUT) $(BENCH) || exit; \
 	done
 
-docs: $(STAMP) ## write docs/configuration.md again from the schema, docs/models.md from the families
+docs: $(STAMP) ## write docs/configuration.md again from the schema, docs/models.md from the families, and the table of memory
 	@.venv/bin/weft config schema --markdown > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
 	@.venv/bin/weft models --markdown > docs/models.md.new && mv docs/models.md.new docs/models.md
+	@.venv/bin/python docs/memory_table.py
 
 site: .venv-docs/.installed ## build the manual into build/site; a broken link or a missing docstring fails
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build 2>&1 | grep -v '^INFO'; exit $${PIPESTATUS[0]}

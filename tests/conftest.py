@@ -4,6 +4,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,6 +146,22 @@ def tiny_heldout(tiny_corpus, tiny_tokenizer, tmp_path_factory) -> Path:
     """The folder of the held-out token store."""
     folder = tmp_path_factory.mktemp("heldout") / "heldout"
     _weft("data", "pack", tiny_corpus / "heldout", "--tokenizer", tiny_tokenizer, "--out", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def hf_folder(tiny_tokenizer, tmp_path_factory) -> Path:
+    """The folder of a tiny Hugging Face model with tokenizer and chat template."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from weft.data.conversations.named_templates import NAMED
+
+    folder = tmp_path_factory.mktemp("hf") / "hf"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=128, **sizes)).save_pretrained(folder)
+    for file in tiny_tokenizer.iterdir():
+        shutil.copy(file, folder)
+    (folder / "chat_template.jinja").write_text(NAMED["chatml"].source)
     return folder
 
 

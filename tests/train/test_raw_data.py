@@ -45,20 +45,6 @@ def alpaca(tmp_path):
     return path
 
 
-@pytest.fixture(scope="module")
-def hf_folder(tiny_tokenizer, tmp_path_factory):
-    """A tiny Hugging Face model with tokenizer and chat template."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("hf") / "hf"
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=128, **sizes)).save_pretrained(folder)
-    for file in tiny_tokenizer.iterdir():
-        shutil.copy(file, folder)
-    (folder / "chat_template.jinja").write_text(NAMED["chatml"].source)
-    return folder
-
-
 @pytest.fixture
 def raw_yaml(tmp_path, hf_folder):
     """Writes the run file of a Hugging Face model and raw data, without tokenizer: `raw_yaml(train=...) -> Path`."""
