@@ -100,6 +100,11 @@ def test_a_trained_adapter_for_peft_and_merged(tuned, tmp_path, capsys, case):
     assert config["base_model_name_or_path"] == str(base)
     assert config["r"] == (6 if case == "pissa" else 3)
 
+    if case in ("llama", "pissa", "dora"):
+        texts = [weft.generate(run, [5, 6, 7], 6, ignore_eos=True)]
+        texts += [weft.generate(base, [5, 6, 7], 6, ignore_eos=True, adapter=one) for one in (run, tmp_path / "peft")]
+        assert texts[0] == texts[1] == texts[2]
+
     sources = [(run, []), (base, ["--adapter", tmp_path / "peft"])]
     for source, options in sources[: 2 if case in ("pissa", "hf") else 1]:
         target = tmp_path / f"merged of {source.name}"
@@ -217,7 +222,9 @@ def test_what_cannot_be_merged_is_refused(tuned, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(base)
     model.model.norm.weight.data.add_(1e-3)  # another base model of the same shape
     model.save_pretrained(base)
-    for words in (["merge", run, "out"], ["merge", base, "out", "--adapter", tmp_path / "peft"]):
+    commands = [["merge", run, "out"], ["merge", base, "out", "--adapter", tmp_path / "peft"]]
+    commands += [["generate", base, "Kalo", "--adapter", one] for one in (run, tmp_path / "peft")]
+    for words in commands:
         code, _, err = weft_command(capsys, *words)
         assert code == 2
         assert "not the weights that the adapter was trained on" in err

@@ -120,7 +120,7 @@ def test_what_cannot_be_added_to_each_request_is_refused(tmp_path, tiny_tokenize
     for words, expected in (
         (["--tp", "2", "--adapter", adapter], "--tp: adapters need a model on a single process"),
         (["--adapter", tmp_path / "absent"], "absent: there is no such folder"),
-        (["--adapter", base], "adapter_config.json is missing"),
+        (["--adapter", base], "adapter_config.json is missing) nor a run"),
     ):
         for file in tiny_tokenizer.iterdir():
             shutil.copy(file, base)

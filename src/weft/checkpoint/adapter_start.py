@@ -1,4 +1,4 @@
-"""The adapter with which the training of an adapter starts (`adapter.from`)."""
+"""Opens adapters that were trained before: in PEFT's files, or in the checkpoints of runs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import torch
 from torch import nn
 
 from weft.checkpoint.adapter_record import AdapterRecord, read_record
-from weft.checkpoint.base_model import Section
+from weft.checkpoint.adapter_weights import read_adapter
+from weft.checkpoint.base_model import Section, check_digest
 from weft.checkpoint.huggingface.peft_files import PeftAdapter, read_peft
-from weft.checkpoint.load import load, resolve
+from weft.checkpoint.load import architecture, load, resolve
 from weft.config.adapter import AdapterSection, adapted_layers, decoder_layers, is_stacked, layer_of
 from weft.config.model import CustomModelSection, ModelSection
 from weft.errors import UserError
-from weft.families.peft_config import ADAPTER_CONFIG
+from weft.families.peft_config import ADAPTER_CONFIG, read_peft_config
 from weft.models.adapter import initial_adapter_value, is_adapter
 from weft.models.low_rank import LowRank
 from weft.parallel.local_parameters import set_full_value
 from weft.parallel.model_state import BaseModel
+
+_DIGESTS: dict[tuple, str] = {}  # of the models that `check_adapter` has hashed
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,7 @@ def open_start(adapter: AdapterSection, model: Section) -> AdapterStart | None:
         return None
     path = Path(adapter.from_)
     if not (path / ADAPTER_CONFIG).is_file():
-        path = resolve(path)
-        record = read_record(path)
-        if record is None:
-            raise UserError("adapter.from: this model has no adapter; name a run of an adapter or a PEFT folder", path)
+        path, record = _recorded(path)
         return AdapterStart(path, record.base, None)
     if isinstance(model, CustomModelSection):
         raise UserError(
@@ -114,6 +114,68 @@ def open_start(adapter: AdapterSection, model: Section) -> AdapterStart | None:
             path,
         )
     return AdapterStart(path, base_of(found), found.layers)
+
+
+def read_layers(path: str | Path, model: nn.Module) -> PeftAdapter | dict[str, LowRank]:
+    """Reads an adapter that is added to a model for generation.
+
+    Args:
+        path: a PEFT folder, or a run or checkpoint with an adapter.
+        model: the model.
+
+    Returns:
+        For a PEFT folder its content; otherwise name of a weight, without `.weight` -> its change.
+
+    Raises:
+        UserError: there is no adapter, it does not fit the model, or it was trained on quantized weights.
+    """
+    path = Path(path)
+    if (path / ADAPTER_CONFIG).is_file() or not path.is_dir():
+        return read_peft(path, model)
+    checkpoint, record = _recorded(path)
+    if record.section.quantize is not None:
+        what = f"this adapter was trained on weights in {record.section.quantize}; use its run as the model"
+        raise UserError(f"{what}, or export the adapter (weft export --to peft)", checkpoint)
+    return read_adapter(checkpoint, record.section)
+
+
+def check_adapter(path: str | Path, checkpoint: Path) -> None:
+    """Checks that an adapter fits a model, before the model is loaded.
+
+    Args:
+        path: a PEFT folder, or a run or checkpoint with an adapter.
+        checkpoint: the model; a path that `resolve` returned.
+
+    Raises:
+        UserError: there is no adapter, it does not fit the model, or it was trained on another base model.
+    """
+    section, path = architecture(checkpoint), Path(path)
+    if (path / ADAPTER_CONFIG).is_file() or not path.is_dir():
+        if isinstance(section, CustomModelSection):
+            read_peft_config(path)
+            return
+        base = base_of(read_peft(path, section))
+    else:
+        base = _recorded(path)[1].base
+    if base is None:
+        return
+    own = read_record(checkpoint)
+    if own is not None and own.base.digest != base.digest:
+        raise UserError(f"this adapter was trained on {base.path}, but the model's base is {own.base.path}", path)
+    files = sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in checkpoint.iterdir())
+    key = (str(checkpoint.absolute()), tuple(files))  # hashing takes as long as loading: only once per model
+    if own is None and _DIGESTS.get(key) != base.digest:
+        _DIGESTS[key] = check_digest(section, checkpoint, base)
+
+
+def _recorded(path: Path) -> tuple[Path, AdapterRecord]:
+    """Returns the checkpoint of a run with an adapter, and its record. Raises UserError if it has no adapter."""
+    checkpoint = resolve(path)
+    record = read_record(checkpoint)
+    if record is None:
+        what = f"neither a folder of PEFT ({ADAPTER_CONFIG} is missing) nor a run with an adapter; use one of these"
+        raise UserError(what, path)
+    return checkpoint, record
 
 
 def base_of(adapter: PeftAdapter) -> BaseModel | None:

@@ -100,11 +100,11 @@ def _open(args: argparse.Namespace, console: Console) -> tuple[Chat, Sampling]:
     """Loads the model. Arguments, tokenizer and template are checked before."""
     import torch
 
+    from weft.checkpoint.adapter_start import check_adapter
     from weft.checkpoint.load import resolve
     from weft.checkpoint.load_model import load_model
     from weft.cli.generation_options import read_sampling
     from weft.data.conversations.template import ChatTemplate, find_template, has_template
-    from weft.families.peft_config import read_peft_config
     from weft.generation.chat import Chat
     from weft.generation.engine import Engine
     from weft.generation.text import stop_ids_of, tokenizer_of
@@ -114,8 +114,9 @@ def _open(args: argparse.Namespace, console: Console) -> tuple[Chat, Sampling]:
     tokenizer, stop_ids = tokenizer_of(checkpoint), stop_ids_of(checkpoint)
     folder = tokenizer.path
     if args.adapter is not None:
-        read_peft_config(args.adapter)  # refused before the model is loaded
-        folder = Path(args.adapter) if has_template(Path(args.adapter)) else folder  # the adapter learned this template
+        check_adapter(args.adapter, checkpoint)  # refused before the model is loaded
+        own = (Path(args.adapter), Path(args.adapter) / "tokenizer")  # of a PEFT folder and of a run
+        folder = next(filter(has_template, own), folder)  # the adapter learned this template
     template = ChatTemplate.for_tokenizer(find_template(folder, args.chat_template), tokenizer.path)
     for line in template.warnings(tokenizer.added_tokens):
         console.warning(line)

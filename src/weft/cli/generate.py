@@ -110,16 +110,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(args: argparse.Namespace) -> tuple[Sampling, list[str], Path, Tokenizer, set[int]]:
     """Checks the arguments. Returns the settings, the prompts, the checkpoint, its tokenizer and its stop tokens."""
+    from weft.checkpoint.adapter_start import check_adapter
     from weft.checkpoint.load import resolve
     from weft.errors import UserError
-    from weft.families.peft_config import read_peft_config
     from weft.generation.text import stop_ids_of, tokenizer_of
 
     if args.lookup is not None and args.lookup < 1:
         raise UserError(f"--lookup {args.lookup}: set it to at least 1, or omit it")
     sampling, texts, checkpoint = read_sampling(args), _read_prompts(args), resolve(args.source)
     if args.adapter is not None:
-        read_peft_config(args.adapter)
+        check_adapter(args.adapter, checkpoint)
     return sampling, texts, checkpoint, tokenizer_of(checkpoint), stop_ids_of(checkpoint)
 
 

@@ -21,7 +21,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=["int8", "int4"],
         help="load weights in 8 or 4 bits, for less memory (on a CPU also faster)",
     )
-    parser.add_argument("--adapter", metavar="DIR", help="add a LoRA adapter: a folder that PEFT wrote")
+    parser.add_argument("--adapter", metavar="DIR", help="add a LoRA adapter: a folder of PEFT, or a run")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int = 128) -> None:

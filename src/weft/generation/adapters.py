@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.huggingface.peft_files import read_peft
+from weft.checkpoint.adapter_start import read_layers
+from weft.checkpoint.huggingface.peft_files import PeftAdapter
 from weft.errors import UserError
 from weft.models.low_rank import LowRank
 
@@ -25,7 +26,7 @@ _UNCALLED = ("lm_head", "kv_b_proj")
 
 
 Deltas = Mapping[str, LowRank | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, float]]
-_MERGE = "merge the adapter into the model first (weft merge MODEL OUT --adapter DIR)"
+_MERGE = "merge the adapter into the model first (weft merge)"
 
 
 class Change(NamedTuple):
@@ -105,8 +106,10 @@ class Adapters:
 
 
 def _read(model: nn.Module, folder: str | Path) -> dict[str, LowRank]:
-    """Reads an adapter from a folder of PEFT. Raises UserError if it also replaces full weights of the model."""
-    adapter = read_peft(folder, model)
+    """Reads an adapter from a folder. Raises UserError if it also replaces full weights of the model."""
+    adapter = read_layers(folder, model)
+    if not isinstance(adapter, PeftAdapter):
+        return adapter
     if adapter.weights:
         own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name, weight in adapter.weights.items():

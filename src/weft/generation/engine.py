@@ -174,12 +174,13 @@ class Engine:
 
         Args:
             name: name of the adapter, to pass to `submit`.
-            deltas: path of a folder that PEFT's `save_pretrained` wrote; or name of a linear layer ->
-                `weft.LowRank(a, b, scale)`, or a tuple of these values.
+            deltas: path of a folder that PEFT's `save_pretrained` wrote, or of a run with an adapter; or name of a
+                linear layer -> `weft.LowRank(a, b, scale)`, or a tuple of these values. The base model of a run is not
+                checked.
 
         Raises:
             UserError: the name is in use, a key of `deltas` is not the name of a linear layer, a matrix has a wrong
-                shape, or PEFT's files do not fit the model.
+                shape, or the adapter in the folder does not fit the model.
         """
         with self.lock:
             self._adapters.add(self.model, name, deltas)

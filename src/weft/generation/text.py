@@ -13,13 +13,13 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from weft.checkpoint.adapter_record import read_record
+from weft.checkpoint.adapter_start import check_adapter
 from weft.checkpoint.huggingface.config_files import read_origin
 from weft.checkpoint.load import find_checkpoint, tokenizer_folder
 from weft.checkpoint.load_model import checkpoint_of, load_model
 from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
-from weft.families.peft_config import read_peft_config
 from weft.generation.engine import Engine
 from weft.generation.settings import Sampling
 from weft.generation.speculative import check_vocabulary
@@ -69,8 +69,8 @@ def generate(
         lookup: maximum number of tokens that are proposed at a time because they followed the last occurrence of the
             text's last 3 or 2 tokens (prompt look-up); 0: none.
         quantize: "int8" or "int4": quantizes the weights of a model that is given as a path, as `weft.load_model` does.
-        adapter: folder of a LoRA adapter that PEFT's `save_pretrained` wrote, which is added to the model for this
-            call.
+        adapter: folder of a LoRA adapter that PEFT's `save_pretrained` wrote, or a run with an adapter, which is added
+            to the model for this call.
         settings: other attributes of `weft.Sampling`, such as `top_p`, `stop` and `json_schema`. Equal prompts get
             different random numbers. `n` and `logprobs` need a `weft.Engine`.
 
@@ -113,9 +113,9 @@ def _generate(
 ) -> list:
     if not prompts:
         return []
-    if adapter is not None:
-        read_peft_config(adapter)  # refused before the model is loaded
     checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else find_checkpoint(model)
+    if adapter is not None and checkpoint is not None:
+        check_adapter(adapter, checkpoint)  # refused before the model is loaded
     needs_tokenizer = isinstance(prompts[0], str) or sampling.stop or sampling.constraint
     tokenizer = tokenizer_of(checkpoint) if needs_tokenizer else None
     loaded, proposing = _load_models((model, quantize), (draft, None))
