@@ -134,8 +134,9 @@ def test_an_own_model_can_be_gone_on_from():
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("runs/odl", "there is no such run or checkpoint; did you mean 'old'?"),
-        ("nowhere/run", "there is no such run or checkpoint; check the path"),
+        ("runs/odl", "there is no such run, checkpoint or folder; did you mean 'old'?"),
+        ("runs/x", "there is no such run, checkpoint or folder; check the path"),
+        ("meta-llama/Llama", "... folder; check the path, or ... (hf download meta-llama/Llama --local-dir FOLDER)"),
         ("runs", "neither a run directory nor a checkpoint"),
         ("runs/empty", "this run has no checkpoint yet"),
     ],

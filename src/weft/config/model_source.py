@@ -200,7 +200,10 @@ def newest_checkpoint(path: Path) -> Path | str:
         near = ""
         if path.parent.is_dir():
             near = did_you_mean(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()])
-        return f"there is no such run or checkpoint{near or '; check the path'}"
+        remedy = near or "; check the path"
+        if not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists():  # maybe a name on the Hub
+            remedy += f", or download a model of the Hub first (hf download {path} --local-dir FOLDER)"
+        return f"there is no such run, checkpoint or folder{remedy}"
     if (path / "model.json").is_file() or is_huggingface(path):
         return path
     folder = path if path.name == "checkpoints" else path / "checkpoints"

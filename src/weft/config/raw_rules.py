@@ -31,7 +31,7 @@ def check_raw(draft: Draft) -> None:
         what = _mistake(path)
         if what is not None:
             draft.report(key, what)
-        elif tokenizer is None and "tokenizer" in draft.values:
+        elif tokenizer is None and "tokenizer" in draft.values and draft.model_known:
             what = f"{path} is raw data, which needs a tokenizer, but the run has none"
             draft.report(key, f"{what}; set tokenizer to a folder with a tokenizer.json")
             tokenizer = ""  # reported once
