@@ -55,6 +55,14 @@ def test_a_class_by_its_name_packs_its_files(place, tiny_tokenizer, capsys):
     assert main(["data", "verify", "s"]) == 0
 
 
+def test_bytes_that_are_no_text_are_one_reject(place, tiny_tokenizer):
+    (place / "a.cards").write_bytes(CARDS.encode().replace(b"second", b"\xff"))
+    assert pack(tiny_tokenizer, "s", "--format", "weft_cards_test:Cards", "--on-error", "skip") == 0
+    assert texts(tiny_tokenizer, "s") == ["first", "third"]
+    rejects = [json.loads(line) for line in Path("s/rejects.jsonl").read_text().splitlines()]
+    assert [(one["line"], one["reason"]) for one in rejects] == [(2, "invalid UTF-8"), (3, "no such line")]
+
+
 RAISES = """from weft.data.sources import RecordFormat, Unfit
 
 

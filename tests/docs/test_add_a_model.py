@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from weft.families import llama
+from weft.families.mapping import SAME
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")
 FAMILY = "src/weft/families/stablelm.py"
@@ -55,6 +58,11 @@ def test_the_page_names_every_file_of_its_code():
     assert set(re.findall(r"^```python ?(.*)$", TEXT, re.M)) == {
         FAMILY, "tests/models/test_families.py", "tests/cli/test_models.py"
     }  # fmt: skip
+
+
+def test_the_page_lists_the_shared_keys_and_llamas_defaults():
+    keys = TEXT.partition("**Keys.**")[2].partition("**Weights.**")[0]
+    assert {*SAME, *llama.DEFAULTS} <= set(re.findall(r"`(\w+)`", keys))
 
 
 def test_the_family_is_written_in_the_houses_style(copy):

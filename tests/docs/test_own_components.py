@@ -17,6 +17,7 @@ from weft.config.components import COMPONENT_KINDS
 from weft.data.batches.layout import PLAIN, Field, Layout
 from weft.data.batches.samples import read_samples
 from weft.errors import UserError
+from weft.observe.metrics import NAMES
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "own-components.md").read_text(encoding="utf-8")
@@ -43,9 +44,10 @@ def losses(run):
 def test_each_component_has_a_short_example_in_the_houses_style(page):
     rooms = {"optimizer", "schedule", "objective", "callback", "metric", "tracker"}
     modules = {f"my_{room}.py" for room in ("data", *rooms)}
-    assert set(FILES) == {"run.yaml", "preference.yaml", "my_pairs.py", "my_preference.py", "my_stream.py"} | modules
+    more = {"my_pairs.py", "my_preference.py", "my_stream.py", "my_z_loss.py"}
+    assert set(FILES) == {"run.yaml", "preference.yaml"} | more | modules
     assert {room for room in COMPONENT_KINDS if f"my_{room}.py" in modules} == rooms
-    for name in (*modules, "my_pairs.py", "my_preference.py", "my_stream.py"):
+    for name in modules | more:
         assert len(FILES[name].splitlines()) <= (20 if name in modules else 24), name
     ruff = shutil.which("ruff", path=str(Path(sys.executable).parent))
     if ruff is None:
@@ -92,6 +94,26 @@ def test_the_objective_is_pretraining_where_gamma_is_0(page):
     assert ours.weight(batch) == plain.weight(batch)
     assert ours.loss(outputs, batch) == pytest.approx(plain.loss(outputs, batch))
     assert focal.Focal(gamma=2).loss(outputs, batch) < plain.loss(outputs, batch)
+
+
+def test_the_objective_of_logits_is_cross_entropy_and_a_penalty(page):
+    import torch
+
+    from weft.data.batches.loader import BatchSource
+
+    data, z_loss = (importlib.import_module(f"my_{name}") for name in ("data", "z_loss"))
+    batch = BatchSource(data.Sums(), batch_size=4).batch(0)
+    objective, logits = z_loss.ZLoss(coefficient=0.5), torch.randn(4, 16, 256, dtype=torch.float64)
+    assert "labels" not in objective.inputs(batch)
+    found = objective.loss(logits, batch)
+    chosen, z = logits.gather(-1, batch.labels[..., None])[..., 0], logits.exp().sum(-1).log()
+    assert found.sum == pytest.approx(((z - chosen + 0.5 * z**2) * batch.weight).sum())
+    assert found.scalars["log_z_sq"] == (pytest.approx((z**2 * batch.weight).sum()), batch.weight.sum())
+
+
+def test_the_page_lists_the_names_of_the_built_in_metrics():
+    section = TEXT.partition("## A metric")[2]
+    assert set(re.findall(r"`(\w+)`", section)) >= NAMES
 
 
 def test_the_pairs_are_learned(page):

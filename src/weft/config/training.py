@@ -82,8 +82,8 @@ class ValidationSection(Section):
     steps.
     """
     tokens: int | None = Field(None, ge=1)
-    """Number of tokens of each validation during training, from the start of the validation data. Default: all tokens.
-    The validation at the end of the run always uses all tokens.
+    """Number of tokens of each validation during training; the validation at the end of the run always uses all tokens.
+    These are the first tokens of the validation data. Default: all tokens.
     """
     micro_batch_size: int | None = Field(None, ge=1)
     """Number of sequences per forward pass and rank. Default: `training.micro_batch_size`."""
