@@ -10,10 +10,11 @@ from weft.checkpoint.huggingface.config_files import copy_tokenizer_files
 from weft.checkpoint.huggingface.peft_writer import write_peft
 from weft.checkpoint.load import architecture, tokenizer_folder
 from weft.checkpoint.shard_files import new_folder
-from weft.config.model import CustomModelSection
+from weft.config.model import CustomModelSection, ModelSection
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
 from weft.formatting import counted
+from weft.models.huggingface_weights import to_config_json
 from weft.observe.console import Console
 
 
@@ -36,6 +37,8 @@ def export(source: Path, out: Path, console: Console, *, base: str | None = None
         raise UserError("this model has no adapter; --to hf exports full models", source)
     if isinstance(section, CustomModelSection):
         raise UserError(f"a custom model ({section.type}) has no class in Transformers, which PEFT needs", source)
+    if isinstance(section, ModelSection):
+        to_config_json(section)  # refuses a model that Transformers has no code for
     layers = read_adapter(source, record.section)
     if base is None and is_huggingface(record.base.path):
         base = str(record.base.path.absolute())
