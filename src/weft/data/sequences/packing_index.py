@@ -170,12 +170,12 @@ def _write(folder: Path, store: TokenStore, length: int, console: Console, *, pa
     documents = store.num_documents
     counts = np.zeros(length, np.int64)
     long = full = unlearnable = 0
-    with console.progress(2 * documents, "packing into sequences", unit="document") as bar:
+    with console.progress(documents, "packing into sequences", unit="document") as bar:
         for start, remainders, at, slices in _remainders(store, length):
             counts += np.bincount(remainders, minlength=length)
             long, full = long + len(slices), full + int(slices.sum())
             unlearnable += int(np.count_nonzero(remainders == 0) - np.count_nonzero(remainders[at] == 0))
-            bar.update(start + len(remainders))
+            bar.update((start + len(remainders)) // 2)  # half of the work
         counts[0] = 0
         patterns = one_per_sequence(counts) if pad else best_fit_decreasing(counts, length)
         begins = np.cumsum(counts) - counts  # position of each size in the order
@@ -197,7 +197,7 @@ def _write(folder: Path, store: TokenStore, length: int, console: Console, *, pa
                 long_file.write((start + at).astype("<i8").tobytes())
                 firsts_file.write((before + np.cumsum(slices) - slices).astype("<i8").tobytes())
                 before += int(slices.sum())
-                bar.update(documents + start + len(remainders))
+                bar.update((documents + start + len(remainders)) // 2)
     about = {
         "version": VERSION,
         "store": store.info.idx_sha256,
