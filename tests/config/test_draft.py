@@ -37,6 +37,12 @@ TRAINING = "training: {steps: 10, batch_tokens: 1024, micro_batch_size: 4}\n"
             "run.yaml:4: schedule.evry: unknown key; did you mean 'every'?",
         ),
         (f"{SHORT}optimizer: {{typ: muon, momentum: 0.9}}\n", "run.yaml:4: optimizer.typ: unknown key; did you mean"),
+        (
+            SHORT.replace("train: store", "train: [a, {store:/x.jsonl}]"),
+            "run.yaml:2: data.train[1].store:/x.jsonl: unknown key; did you mean 'store'? ... store: /x.jsonl",
+        ),
+        (f"{SHORT}run: {{'a.b': 3}}\n", "run.yaml:4: run.a.b: unknown key"),
+        (f"{SHORT}'a.b': 3\n", "run.yaml:4: a.b: unknown key"),
         # what stands for many keys
         (
             "model: {presett: llama-tiny}\ndata: {train: store, sequence_length: 4096}\ntraining: {steps: 3}",

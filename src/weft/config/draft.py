@@ -291,7 +291,7 @@ class Draft:
         # The keys of a component are not known if its `type` is misspelled.
         untyped = {key.removesuffix(".type") for key in self.meant if key.endswith(".type") and not self._written(key)}
         for error, (what, meant) in unknown:
-            if meant == "type" or error.key.rpartition(".")[0] not in untyped:
+            if meant == "type" or error.key.removesuffix(f".{error.path[-1]}") not in untyped:
                 self.problems.append(error.node.problem(error.key, what))
         for group in groups:
             first = group[0]
@@ -329,7 +329,8 @@ class Draft:
 
     def _unknown(self, error: FieldError) -> tuple[str, str | None]:
         """Returns the message for an unknown key, and the key that was most likely meant."""
-        section, _, key = error.key.rpartition(".")
+        key = str(error.path[-1])  # which can contain dots
+        section = error.key.removesuffix(key).removesuffix(".")
         if (renamed := RENAMED.get(error.key)) is not None:
             self.meant.add(renamed)
             name = renamed.rpartition(".")[2]

@@ -174,6 +174,9 @@ def meant_key(section: str, key: str, known: Iterable[str], everywhere: Iterable
         returned key, or "".
     """
     known, everywhere = list(known), set(everywhere)
+    name, colon, value = key.partition(":")
+    if colon and name in known:
+        return name, f" (with a space after the colon: {name}: {value})"
     within = f"{section}." if section else ""
     target = ELSEWHERE.get(key.lower().replace("-", "_"), "")
     inside = target.removeprefix(within) if target.startswith(within) else ""
