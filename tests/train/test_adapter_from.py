@@ -71,7 +71,8 @@ def write(run_yaml, tmp_path):
 def test_a_run_starts_as_the_adapter_of_peft(write, tmp_path, capsys, case):
     family, options, keys = CASES[case]
     expected = peft_folder(tmp_path / "peft", base_model(tmp_path / "base", family), **options)
-    file = write("run", {"from": str(tmp_path / "peft")})
+    same = {"r": 4, "alpha": 6, "targets": "all-linear", "dora": False} if case == "fused" else {}
+    file = write("run", {"from": str(tmp_path / "peft")} | same)
     config = weft.RunConfig.load(file).adapter
     assert {key: getattr(config, key) for key in keys} == keys
     assert train(file) == 0, capsys.readouterr().err
@@ -117,7 +118,8 @@ def test_mistakes_are_one_line(write, tmp_path, capsys):
     )
     base_model(tmp_path / "phi", "Phi3")
     for name, adapter, other, expected in (
-        ("a", {"from": str(tmp_path / "peft"), "r": 8}, {}, "adapter.r: the adapter"),
+        ("a", {"from": str(tmp_path / "peft"), "r": 8}, {}, "adapter.r: 8 differs from the 4 of the adapter"),
+        ("t", {"from": str(tmp_path / "peft"), "targets": "auto"}, {}, "adapter.targets: auto differs from the ['att"),
         ("b", {"from": str(tmp_path / "absent")}, {}, "adapter.from"),
         ("c", {"from": str(tmp_path / "base")}, {}, "neither a run with an adapter nor a folder of PEFT"),
         ("d", {"from": str(tmp_path / "head")}, {}, "lm_head cannot be trained; merge the adapter"),

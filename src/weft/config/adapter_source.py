@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from weft.config.adapter import LayerShape, decoder_layers, is_stacked
+from weft.config.adapter import AdapterSection, LayerShape, adapted_layers, decoder_layers, is_stacked
 from weft.config.model import ModelSection
 from weft.config.model_source import newest_checkpoint, to_tree
 from weft.config.tree import Node, merge, wrong_folder_hint
@@ -38,11 +38,34 @@ def resolve_adapter(tree: Node, problems: list[Problem]) -> Node:
         return tree
     for key, value in keys.items():
         given = adapter.get(key)
-        if given is not None and given.plain() != value:
-            what = f"the adapter {source.value} has {value}, and adapter.from sets the key; remove the key"
+        if given is not None and _differ(key, given.plain(), value, tree):
+            what = f"{given.plain()} differs from the {value} of the adapter {source.value}; remove the key"
             problems.append(given.problem(f"adapter.{key}", what))
     merged = merge(to_tree(keys, source, f"adapter {source.value}"), adapter)
     return Node({**tree.value, "adapter": merged}, tree.file, tree.line)
+
+
+def _differ(key: str, given: Any, value: Any, tree: Node) -> bool:
+    """Whether two values of a key of `adapter` differ. Targets are equal if they stand for the same layers."""
+    try:
+        ours, theirs = (AdapterSection.model_validate({key: one}) for one in (given, value))
+        if key != "targets":
+            return getattr(ours, key) != getattr(theirs, key)
+        section = _decoder(tree)
+        if section is None:
+            return set(ours.targets) != set(theirs.targets)  # the layers are not known, only their names
+        layers = decoder_layers(section)
+        chosen, expected = (adapted_layers(one, layers, [*filter(is_stacked, layers)]) for one in (ours, theirs))
+        return chosen != expected
+    except (ValidationError, UserError):  # reported by the validation of the section
+        return False
+
+
+def _decoder(tree: Node) -> ModelSection | None:
+    """Returns the section of the built-in decoder; None for other models. Raises ValidationError if it is invalid."""
+    model = tree.get("model")
+    content = model.plain() if model is not None and model.is_mapping else {}
+    return ModelSection.model_validate(content) if content.get("type", "decoder") == "decoder" else None
 
 
 def _keys(tree: Node, source: Node, path: Path) -> dict[str, Any]:
@@ -63,15 +86,13 @@ def _keys(tree: Node, source: Node, path: Path) -> dict[str, Any]:
 
 
 def _peft_keys(config: PeftConfig, tree: Node) -> dict[str, Any]:
-    model = tree.get("model")
-    content = model.plain() if model is not None and model.is_mapping else {}
-    if content.get("type", "decoder") != "decoder":
+    try:
+        section = _decoder(tree)
+    except ValidationError:  # reported by the validation of the section
+        return {}
+    if section is None:
         targets, rank = _targets_of_hf(config), config.rank
     else:
-        try:
-            section = ModelSection.model_validate(content)
-        except ValidationError:  # reported by the validation of the section
-            return {}
         names = _names(section, decoder_layers(section))
         chosen = [name for name, theirs in names.items() if _changes(config, name, theirs)]
         if not chosen:
