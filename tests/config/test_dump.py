@@ -81,6 +81,8 @@ def test_the_examples_are_right(file):
     if file.name == "base.yaml":
         assert shows(problems(name=str(file)), [f"{file}:2: model: required: the model to train, such as"])
         return
+    if "model.from=" in file.read_text():  # needs a model; test_tuning_page.py trains with it
+        return
     config = RunConfig.load(file, check_data=False)
     write(dump_yaml(config), "again.yaml")
     assert load(name="again.yaml") == config
