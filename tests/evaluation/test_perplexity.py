@@ -234,6 +234,6 @@ def test_a_runs_own_validation(tmp_path, run_yaml, tiny_store, capsys):
     capsys.readouterr()
     own = '{"type": "boom:DS", "path": "gone"}'
     gone = "gone of this run does not exist"
-    for now, what in (('"gone"', gone), ("null", "no token store"), (own, "set --store to")):
+    for now, what in (('"gone"', gone), ("null", "no validation data"), (own, "custom dataset; set --store to")):
         (run / "config.yaml").write_text(saved.replace(f'validation: "{one["store"]}"', f"validation: {now}"))
         assert what in told(capsys, run)

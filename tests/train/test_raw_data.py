@@ -126,6 +126,10 @@ def test_a_run_is_evaluated_on_its_raw_validation_data(raw_yaml, alpaca, tmp_pat
     measured = json.loads((tmp_path / "runs" / "demo" / "metrics.jsonl").read_text())["validation_loss"]
     found = weft.evaluate(tmp_path / "runs" / "demo")
     assert found.loss == pytest.approx(measured, rel=1e-5)
+    assert [one.store for one in found.stores] == [str(alpaca)]
+    assert train(raw_yaml("none.yaml", train=str(alpaca)), "training.steps=1") == 0
+    with pytest.raises(UserError, match=r"runs/none: this run has no validation data \(data.validation\); set `store`"):
+        weft.evaluate(tmp_path / "runs" / "none")
 
 
 def test_padded_samples_are_transformers_conversations(raw_yaml, alpaca, hf_folder, cache):

@@ -112,8 +112,10 @@ def evaluate(
     manager = find_tasks(names, how.include_path) if tasks is not None else None
     console = console or Console(prints=False)
     checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else resolve(model)
+    labels: list[str | None] = [None] * len(given)
     if not given and tasks is None:
-        given = list(_held_out_stores(checkpoint, console))
+        held_out = _held_out_stores(checkpoint, console)
+        given, labels = [path for path, _ in held_out], [name for _, name in held_out]
     stores = [one if isinstance(one, TokenStore) else TokenStore(one) for one in given]
     if how.tokenizer is None and checkpoint is not None:
         how = replace(how, tokenizer=tokenizer_folder(checkpoint))
@@ -127,7 +129,8 @@ def evaluate(
         )
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: console.warning(str(message))
-        found = [evaluate_store(model, one, how, console) for one in stores]
+        labeled = zip(stores, labels, strict=True)
+        found = [evaluate_store(model, one, how, console, name) for one, name in labeled]
     scores = {} if tasks is None else evaluate_tasks(model, names, manager, how, console)
     return Evaluation(checkpoint, found, scores, {name: getattr(how, name) for name in WINDOWS} if stores else {})
 
@@ -140,8 +143,10 @@ def _run_data(checkpoint: Path | None) -> dict[str, Any]:
     return (read_saved(config).get("data") or {}) if config.is_file() else {}
 
 
-def _held_out_stores(checkpoint: Path | None, console: Console) -> list[str]:
-    """Returns the paths of the token stores that are the validation data of a checkpoint's run.
+def _held_out_stores(checkpoint: Path | None, console: Console) -> list[tuple[str, str]]:
+    """Returns the paths of the token stores that are the validation data of a checkpoint's run, each with its name.
+
+    The name of a store is the path in `data.validation`, which can be the path of raw data.
 
     Raises:
         UserError: there is no validation data, it contains something other than token stores, or a store is missing.
@@ -151,16 +156,16 @@ def _held_out_stores(checkpoint: Path | None, console: Console) -> list[str]:
         raise UserError("this model has no validation data; set `store` to a token store", checkpoint)
     assert checkpoint is not None
     run, stores = checkpoint.absolute().parent.parent, list(held_out_sets(data.get("validation")).values())
+    if not stores:
+        raise UserError("this run has no validation data (data.validation); set `store` to a token store", run)
     named = [store for store in stores if isinstance(store, str)]
-    if not named or len(named) < len(stores):
-        raise UserError(
-            "this run has no token store for validation, or also validates on other data; set `store` to a token store",
-            run,
-        )
+    if len(named) < len(stores):
+        raise UserError("data.validation of this run has a custom dataset; set `store` to a token store", run)
     if any(is_raw(store) for store in named):
         config = RunConfig.load(run / "config.yaml", check_data=False)
         config = config.model_copy(update={"tokenizer": str(tokenizer_folder(checkpoint) or config.tokenizer)})
-        return list(pack_sources(config, console, train=False).data.held_out_stores.values())
+        packed = pack_sources(config, console, train=False).data.held_out_stores.values()
+        return list(zip(packed, named, strict=True))
     for store in named:
         if not Path(store).exists():
             raise UserError(
@@ -168,7 +173,7 @@ def _held_out_stores(checkpoint: Path | None, console: Console) -> list[str]:
                 "started, or set `store` to a token store",
                 run,
             )
-    return named
+    return list(zip(named, named, strict=True))
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -29,7 +29,7 @@ class StoreResult:
     """The result of an evaluation on one store, or on several stores combined.
 
     Attributes:
-        store: path of the store; "all" for combined stores.
+        store: path of the store, or of the raw data that were packed into it; "all" for combined stores.
         nats: sum of the negative log-probabilities of all predicted tokens, in nats.
         tokens: number of predicted tokens. If the store has a loss mask, only tokens with mask 1 are counted.
         bytes: number of UTF-8 bytes of the predicted tokens' text, estimated from the store's mean bytes per token;
@@ -77,12 +77,13 @@ def combine(results: Iterable[StoreResult]) -> StoreResult:
 
 
 def evaluate_store(
-    model: nn.Module, store: TokenStore, settings: Settings, console: Console | None = None
+    model: nn.Module, store: TokenStore, settings: Settings, console: Console | None = None, name: str | None = None
 ) -> StoreResult:
     """Evaluates a model on a token store. Every token except the first of each document is predicted exactly once.
 
     Args:
         settings: a result of `Settings.with_windows`.
+        name: name of the store in the result, such as the path of raw data; default: the path of the store.
 
     Raises:
         UserError: the store does not fit the model, the store has no token to predict, or the loss is not finite.
@@ -101,7 +102,7 @@ def evaluate_store(
     each = bytes_per_token(info.tokens, info.documents, info.bytes, info.eod_id)
     call, device = forward_of(model), next(model.parameters()).device
     nats, tokens, text, done = 0.0, 0.0, 0.0, 0
-    progress = console.progress(total, f"evaluating {store.path.name}", "token")
+    progress = console.progress(total, f"evaluating {Path(name or store.path).name}", "token")
     with eval_mode(model), torch.no_grad(), progress as bar:
         windows = scoring_windows(store, length, stride, apart=apart, limit=settings.max_tokens)
         for batch in scoring_batches(store, windows, settings.batch_size * length):
@@ -120,7 +121,8 @@ def evaluate_store(
             "no token to predict: the store's mask is 0 for all evaluated tokens; pack the store again, or use another",
             store.path,
         )
-    return StoreResult(str(store.path), nats, int(tokens), text * each.mean if each is not None and text else None)
+    size = text * each.mean if each is not None and text else None
+    return StoreResult(name or str(store.path), nats, int(tokens), size)
 
 
 def _check_fit(model: nn.Module, store: TokenStore, tokenizer: str | Path | None) -> None:
