@@ -122,7 +122,8 @@ def test_answers_are_those_of_transformers(chat, folder):
 def test_input_of_several_lines_and_commands(chat, tmp_path):
     saved = tmp_path / "talk.jsonl"
     lines = [
-        "", "   ", f"/system {SYSTEM}", TURNS[0][0], "/params temperature=1.5 max_new_tokens=9", "/regenerate",
+        "", "   ", "\\", "",
+        f"/system {SYSTEM}", TURNS[0][0], "/params temperature=1.5 max_new_tokens=9", "/regenerate",
         "/regenerate",        f"/save {saved}", "one \\", "two\\", "three", f"/save {saved}",
         '"""/four', '"five" ', '"""', '"""six"""',
         f"/save {tmp_path / 'more.jsonl'}", "/clear", "seven", f"/save {tmp_path / 'last.jsonl'}", "/help",

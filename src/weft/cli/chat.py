@@ -281,15 +281,14 @@ class ChatLoop:
             if line is None:
                 return None
             text = line.strip() if line.lstrip().startswith(("/", QUOTES)) else line
+            while text.endswith("\\") and not text.startswith(QUOTES):
+                line = self._line("... ")
+                text = text[:-1] + ("" if line is None else "\n" + line)
         if text.startswith(QUOTES):
             while not text.endswith(QUOTES) or len(text) < 2 * len(QUOTES):
                 if (line := self._line("... ")) is None:
                     break
                 text += "\n" + line.rstrip()
-            return text
-        while text.endswith("\\"):
-            line = self._line("... ")
-            text = text[:-1] + ("" if line is None else "\n" + line)
         return text
 
     def _line(self, prompt: str) -> str | None:
