@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from weft import plugins
+from weft.cli.main import main
 from weft.config.components import load_class
 from weft.errors import UserError
 
@@ -66,7 +67,9 @@ def test_two_packages_with_one_name_are_a_mistake(site):
     [
         ("weft_no_such_module", "", "no module 'weft_no_such_module'"),
         ("weft_broken_test:Nothing", "", "has no 'Nothing'"),
-        ("weft_broken_test", "1 / 0", "ZeroDivisionError: division by zero"),
+        ("weft_broken_test", "1 / 0", "weft_broken_test.py:1: ZeroDivisionError: division by zero; update"),
+        ("weft_broken_test", "\nfrom json import nothing", "weft_broken_test.py:2: ImportError: cannot import name"),
+        ("weft_broken_test", "def", "SyntaxError: "),
     ],
 )
 def test_a_plugin_that_cannot_be_imported_is_named_with_its_package(site, value, text, message):
@@ -75,6 +78,21 @@ def test_a_plugin_that_cannot_be_imported_is_named_with_its_package(site, value,
     with pytest.raises(UserError, match=r"the plugin verb\.bad of broken 1\.2 cannot be imported") as told:
         plugins.plugins("verb")["bad"].load()
     assert message in str(told.value)
+    assert "UserError" not in str(told.value)
+    assert str(told.value).count(";") == 1
+
+
+@pytest.mark.parametrize("missing", ["HELP", "add_arguments", "run"])
+def test_a_verb_that_lacks_a_function_is_named_with_its_package(site, capsys, missing):
+    lines = {"HELP": "HELP = ''", "add_arguments": "def add_arguments(parser): pass", "run": "def run(args): pass"}
+    sys.modules.pop("weft_half_test", None)
+    install(
+        site, "half", {"verb.half": "weft_half_test"}, weft_half_test="\n".join(lines[n] for n in {*lines} - {missing})
+    )
+    assert main(["half"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"the plugin verb.half of half 1.2: weft_half_test has no {missing}; ")
+    assert said.count("\n") == 1
 
 
 def test_a_name_is_a_file_a_plugin_or_a_module_and_class(site):

@@ -14,17 +14,20 @@ precedence over plugins. Plugins are found without importing them.
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import sys
+import traceback
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from keyword import iskeyword
+from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from weft.errors import UserError
+from weft.errors import UserError, describe_exception, describe_user_exception
 
 GROUP = "weft.plugins"
 # The kinds from `optimizer` on are components. A config gives a name or module:Class (weft.config.components).
@@ -59,7 +62,13 @@ class Plugin(NamedTuple):
             return load_reference(self.reference)
         except Exception as error:
             what = f"the plugin {self.kind}.{self.name} of {self.package} cannot be imported"
-            raise UserError(f"{what}: {type(error).__name__}: {error}; update or uninstall the package") from error
+            if isinstance(error, UserError):
+                raise UserError(f"{what}: {error}") from error
+            machinery = ("<", str(Path(__file__).parent), str(Path(importlib.__file__).parent))
+            files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+            own = [file for file in files if not file.startswith(machinery)]
+            description = describe_user_exception(error, own[-1]) if own else describe_exception(error)
+            raise UserError(f"{what}: {description}; update or uninstall the package") from error
 
 
 @cache

@@ -19,6 +19,20 @@ def test_a_plain_run_has_none():
     assert told("parallel.cp_method=ring", "parallel.cp=2") == []
 
 
+def test_a_method_that_is_almost_a_hook(tmp_path, monkeypatch):
+    (tmp_path / "hooks.py").write_text(
+        "from weft.train.callbacks import Callback\n"
+        "class Late(Callback):\n    def step(self, state): pass\n    def on_ended(self, state): pass\n"
+        "    def helper(self): pass\n    def _ended(self): pass\n"
+        "class Sure:\n    scalars = ('sure',)\n    def outputs(self, outputs, batch): pass\n    def steps(self): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert told("callbacks=[lr_monitor, {type: hooks:Late}]", "log.metrics=[{type: hooks:Sure}]") == [
+        "callbacks[1] (hooks:Late): Weft does not call the method on_ended; did you mean ended?",
+        "log.metrics[0] (hooks:Sure): Weft does not call the method steps; did you mean step?",
+    ]
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -95,6 +95,29 @@ def test_what_a_format_of_the_users_raises_is_told_in_one_line(place, tiny_token
     assert not any("Traceback" in line for line in lines)
 
 
+def test_a_record_that_is_no_dict_is_the_formats_mistake(place, tiny_tokenizer, capfd, monkeypatch):
+    (place / "texts.py").write_text(RAISES.replace("WHAT", "yield 'second'"))
+    monkeypatch.delitem(sys.modules, "texts", raising=False)
+    assert pack(tiny_tokenizer, "s", "--format", "texts:Cards", "--on-error", "skip") == 2
+    said = capfd.readouterr().err
+    assert "`records` of Cards must yield a dict or Unfit, not a str (record 2 of a.cards)" in said
+    assert "fix the input" not in said
+
+
+def test_a_format_without_its_method_is_refused(place, tiny_tokenizer, capsys):
+    (place / "halves.py").write_text(
+        "from weft.data.sources import RecordFormat, SourceFormat\n"
+        "class One(RecordFormat):\n    def record(self, file):\n        yield {}\n"
+        "class Two(SourceFormat):\n    pass\n"
+    )
+    for name, method in (("One", "records"), ("Two", "read")):
+        assert pack(tiny_tokenizer, "s", "--format", f"halves:{name}") == 2
+        assert (
+            capsys.readouterr().err == f"--format halves:{name}: {name} has no method {method}; add it (docs/data.md)\n"
+        )
+    sys.modules.pop("halves", None)
+
+
 def test_a_module_of_a_format_that_cannot_be_imported_is_told_in_one_line(place, tiny_tokenizer, capsys):
     (place / "torn.py").write_text("a = 1\nb = a / 0\n")
     assert pack(tiny_tokenizer, "s", "--format", "torn:Cards") == 2

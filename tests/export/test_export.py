@@ -89,4 +89,33 @@ def test_targets_from_outside(tmp_path, monkeypatch, capsys):
     assert {line.split(" ")[0] for line in (tmp_path / "b.txt").read_text().splitlines()} == names
     done = weft_command("export", source, "c.txt", "--to", "table", "--dtype", "bfloat16")
     assert done == (2, "", "dtype: not an option of the format table; its options are separator\n")
+    code, _, said = weft_command("export", source, "b.txt", "--to", "table")
+    assert (code, said) == (2, "b.txt: already exists; choose another path, or move the existing one away\n")
     plugins._installed.cache_clear()
+
+
+def test_mistakes_in_a_target_are_one_line(tmp_path, monkeypatch, capsys):
+    source = folder(tmp_path / "hf", theirs())
+    (tmp_path / "my_targets.py").write_text(
+        "def two(source, out):\n    pass\ndef raises(source, out, console):\n    return {}['row']\n"
+        "def needs(source, out, console, *, name):\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    for target, said in (
+        (
+            "my_targets:two",
+            "--to my_targets:two: too many positional arguments; Weft calls export(source, out, console",
+        ),
+        ("my_targets:raises", "my_targets.py:4: KeyError: 'row' (in --to my_targets:raises)\n"),
+        ("my_targets:needs", "--to my_targets:needs: missing a required"),
+        (
+            "my_targets:",
+            "--to my_targets:: the module my_targets has no function export(source, out, console, ...); add",
+        ),
+    ):
+        assert main(["export", str(source), "out", "--to", target]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(said)
+        assert told.count("\n") == 1
+    sys.modules.pop("my_targets", None)

@@ -5,7 +5,9 @@ import json
 import random
 import re
 import time
+from contextlib import nullcontext as stay
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -14,7 +16,8 @@ from test_families import NESTED, ROWS, longrope, scaled
 from weft.checkpoint.huggingface.folder import section_of
 from weft.config.huggingface_config import checked_model
 from weft.errors import UserError
-from weft.families.mapping import keep_activation_names
+from weft.families import families, llama
+from weft.families.mapping import keep_activation_names, renaming, same
 from weft.models.huggingface_weights import to_config_json
 
 
@@ -213,6 +216,46 @@ def test_the_name_of_a_nonlinearity_stays():
     assert keep_activation_names(written, {"hidden_act": "gelu_new"}) == written | {"hidden_act": "gelu_new"}
     for other in ("gelu", "silu", "nonsense", None, []):
         assert keep_activation_names(written, {"hidden_act": other}) == written
+
+
+# ---- mistakes in a family's file
+
+
+def own_family(monkeypatch, table):
+    """Llama's family with another table of keys."""
+    from_hf, to_hf = renaming({"family": "llama"}, table, llama.DEFAULTS)
+    parts = {name: getattr(llama, name) for name in ("__file__", "ARCHITECTURES", "MODEL_TYPE", "WEIGHTS")}
+    family = SimpleNamespace(**parts, KEYS=table, from_hf=from_hf, to_hf=to_hf)
+    monkeypatch.setattr("weft.families.families", lambda: {"llama": family})
+
+
+def test_a_key_that_the_family_forgets_is_refused_if_it_matters(monkeypatch):
+    own_family(monkeypatch, same())
+    for name, refused in (("relu2", True), ("silu", False), ("swish", False)):
+        config = of("Llama", hidden_act=name)
+        with (
+            pytest.raises(UserError, match=r"^hidden_act: 'relu2'.* 'silu'; add the key to KEYS") if refused else stay()
+        ):
+            checked_model(config)
+    own_family(monkeypatch, same("hidden_act", without=("rms_norm_eps",)))
+    with pytest.raises(UserError, match=r"^rms_norm_eps: 0\.25,"):
+        checked_model(of("Llama", rms_norm_eps=0.25))
+
+
+def test_a_table_with_an_unknown_key_is_the_familys_mistake(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(of("Llama")))
+    for key, near in (("hiden_act", "hidden_act"), ("moe.num_expert", "num_experts"), ("mo.x", "")):
+        own_family(monkeypatch, same() | {key: "hidden_act"})
+        with pytest.raises(UserError, match=rf"llama\.py: KEYS has '{key}'.*{near}"):
+            section_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["MODEL_TYPE", "to_hf"])
+def test_a_family_without_an_attribute_is_named(monkeypatch, name):
+    monkeypatch.delattr(llama, name)
+    families.cache_clear()
+    with pytest.raises(UserError, match=rf"llama\.py: a model family needs {name}; add it"):
+        families()
 
 
 # ---- anything at all

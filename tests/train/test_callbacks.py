@@ -1,8 +1,10 @@
 """Callbacks and metrics: a user's classes in the working directory, the built-in ones, and resuming with them."""
 
 import json
+import re
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from running import QUIET, assert_same_weights, finish, losses, metrics, start, 
 from safetensors.torch import load_file
 
 import weft
-from weft.config.run import CallbackSection, RunConfig
+from weft.config.run import CallbackSection, MetricSection, RunConfig
 from weft.errors import UserError
+from weft.parallel.objective import Loss, Totals
+from weft.train.custom_metrics import Metrics, ObservedObjective
 from weft.train.hooks import Callbacks
 
 PARTS = '''
@@ -131,6 +135,20 @@ class Again(Accuracy):
 
 class Undeclared(Accuracy):
     scalars = ("rows", "norm")
+
+
+class Alone:
+    scalars = ("share", "further")
+
+    def outputs(self, outputs, batch):
+        return {"further": (0.0, 0.0), "share": 3.0}
+
+
+class Steps:
+    scalars = ("rows", "further")
+
+    def step(self, state):
+        return {"rows": 1}
 '''
 
 
@@ -238,6 +256,11 @@ def test_an_exception_is_reported_with_the_users_line_and_the_key(short, capfd):
         ),
         (["my_callbacks:Patient"], [], "callbacks: early_stopping needs validations; set data.validation"),
         ([], ["my_callbacks:Dies"], "`scalars` must list the names that"),
+        (
+            [],
+            ["my_callbacks:Alone"],
+            "log.metrics[0] (my_callbacks:Alone): 'share' must be a pair (sum, weight), not a float; return",
+        ),
     ],
 )
 def test_mistakes_are_one_line(short, capsys, callbacks, measures, told):
@@ -245,6 +268,29 @@ def test_mistakes_are_one_line(short, capsys, callbacks, measures, told):
     file, _ = short("mistake", callbacks, measures, **with_data)
     assert train(file) == 2
     assert told in capsys.readouterr().err
+
+
+def test_what_metrics_and_objectives_return_is_checked(short):
+    def returns(values):
+        metric = SimpleNamespace(scalars=("share", "further"), outputs=lambda outputs, batch: values)
+        objective = SimpleNamespace(loss=lambda outputs, batch: torch.tensor(1.0))
+        return ObservedObjective(objective, {"log.metrics[0] (m:M)": metric}).loss(torch.zeros(2), None)
+
+    pair = (torch.tensor(2.0), 4)
+    assert returns({"share": pair, "further": [1, 2]}).scalars == {"share": pair, "further": [1, 2]}
+    for values, told in (
+        (None, "`outputs` must return a dict of names and values, not a NoneType"),
+        ({"share": pair}, "`outputs` did not return 'further', which is in its `scalars`"),
+        ({"share": pair, "further": (1, 2, 3)}, "'further' must be a pair (sum, weight), not a tuple"),
+        ({"share": pair, "further": (1, torch.ones(2))}, "'further' must be a pair (sum, weight), not a tuple"),
+    ):
+        with pytest.raises(UserError, match=rf"log\.metrics\[0\] \(m:M\):? {re.escape(told)}"):
+            returns(values)
+    with pytest.raises(UserError, match=r"^objective: 'log_z_sq' must be a pair \(sum, weight\), not a float"):
+        Totals(("log_z_sq",), torch.device("cpu")).add(Loss(torch.tensor(1.0), {"log_z_sq": 3.0}))
+    metrics = Metrics([MetricSection(type="my_callbacks:Steps")], SimpleNamespace(), None)
+    with pytest.raises(UserError, match=r"\(my_callbacks:Steps\): `step` did not return 'further'"):
+        metrics.step(SimpleNamespace(logged=True))
 
 
 def test_a_class_without_hooks_is_refused_when_the_file_is_checked(short, tmp_path):

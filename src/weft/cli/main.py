@@ -208,7 +208,14 @@ def find_verb(name: str, package: ModuleType, command: str) -> ModuleType | None
     if module is not None:
         return module
     plugin = plugins("verb").get(".".join([*command.split()[1:], name]))
-    return None if plugin is None else plugin.load()
+    if plugin is None:
+        return None
+    module = plugin.load()
+    for needed in ("HELP",) if hasattr(module, "GROUPS") else ("HELP", "add_arguments", "run"):
+        if not hasattr(module, needed):
+            what = f"the plugin verb.{plugin.name} of {plugin.package}: {plugin.reference} has no {needed}"
+            raise UserError(f"{what}; a command needs HELP, add_arguments(parser) and run(args) (docs/plugins.md)")
+    return module
 
 
 def verbs_by_group(package: ModuleType, command: str) -> dict[str, dict[str, str]]:

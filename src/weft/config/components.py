@@ -8,11 +8,13 @@ annotation.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -162,6 +164,16 @@ def _component_class(source: ClassSource, type_: str, kind: str) -> ComponentCla
     _check_methods(type_, source, chosen.methods)
     arguments = {key: argument for key, argument in takes.arguments.items() if key not in injected}
     return ComponentClass(source.module.name, name, arguments, injected, takes.accepts_any, source.doc)
+
+
+def misspelled_methods(type_: str, kind: str) -> list[tuple[str, str]]:
+    """Returns pairs (method of a custom class, similar method that Weft would call and that the class lacks)."""
+    module, name = _locate(type_, kind)
+    source = None if name is None else find_class(module, name)
+    own = [node.name for node in source.node.body if isinstance(node, ast.FunctionDef)] if source is not None else []
+    hooks = [hook for hook in COMPONENT_KINDS[kind].methods if hook not in own]
+    near = {name: get_close_matches(name.removeprefix("on_"), hooks, 1, cutoff=0.8) for name in own if name[0] != "_"}
+    return [(name, found[0]) for name, found in near.items() if found and name not in COMPONENT_KINDS[kind].methods]
 
 
 class _Arguments(Section):

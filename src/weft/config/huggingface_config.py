@@ -14,9 +14,12 @@ from pydantic import ValidationError
 
 from weft.config.model import ModelSection
 from weft.config.model_rules import model_mistakes
+from weft.config.model_sections import ExpertsSection, LatentAttentionSection
+from weft.config.suggest import did_you_mean
 from weft.errors import UserError
-from weft.families import family_of
+from weft.families import Family, family_of
 from weft.families.config_json import CONFIG, read_config
+from weft.families.mapping import SAME, activation
 
 _KINDS = {
     "int_type": "not an integer", "int_from_float": "not an integer", "float_type": "not a number",
@@ -40,16 +43,50 @@ def checked_model(config: dict[str, Any]) -> ModelSection:
     Raises:
         UserError: the architecture is unknown, a value is not supported, or values contradict each other.
     """
-    section, remedy = _read(config)[1], "if this is not intended, download config.json again"
+    (keys, section), remedy = _read(config), "if this is not intended, download config.json again"
     for key, what, _ in model_mistakes(section):
         raise UserError(f"{family_of(config).KEYS.get(key, key)}: {what}; {remedy}")
     if (size := section.size().parameters) > _MOST_PARAMETERS:
         raise UserError(f"the sizes imply {float(size):.1e} parameters; {remedy}")
+    _refuse_unread_keys(config, keys, section)
     return section
+
+
+def check_table(family: Family) -> None:
+    """Raises UserError if the table `KEYS` of a family names a key that the section `model` does not have."""
+    sections = {"": ModelSection, "moe": ExpertsSection, "mla": LatentAttentionSection}
+    for key in family.KEYS:
+        inside, _, name = key.rpartition(".")
+        if inside not in sections or name not in sections[inside].model_fields:
+            near = did_you_mean(name, sections.get(inside, ModelSection).model_fields)
+            what = f"KEYS has {key!r}, which is not a key of `model:`{near or '; correct the name'}"
+            raise UserError(what, getattr(family, "__file__", None))
+
+
+def _refuse_unread_keys(config: dict[str, Any], keys: dict[str, Any], section: ModelSection) -> None:
+    """Raises UserError if config.json has a common key that its family does not read, and the decoder's value differs.
+
+    Biases and `head_dim` are not compared: the names and shapes of the tensors must agree with them.
+
+    Args:
+        keys: the keys that the family's `from_hf` returned.
+        section: the section made of `keys`.
+    """
+    table = family_of(config).KEYS
+    for key in (*SAME, "hidden_act"):
+        value, ours = config.get(key), getattr(section, key)
+        if value is None or ours is None or key in (*keys, *table, *table.values()):
+            continue
+        if (activation(value, key) if key == "hidden_act" else value) != ours:
+            raise UserError(
+                f"{key}: {reprlib.repr(value)}, but the family {section.family} does not read this key, and Weft's "
+                f"model would have {ours!r}; add the key to KEYS of the family, or remove it if Transformers ignores it"
+            )
 
 
 def _read(config: dict[str, Any]) -> tuple[dict[str, Any], ModelSection]:
     family = family_of(config)
+    check_table(family)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(key)
         ids = value if key == "eos_token_id" and isinstance(value, list) else [value]
@@ -80,4 +117,4 @@ def folder_model_keys(path: str | Path) -> dict[str, Any]:
     try:
         return model_keys(config)
     except UserError as error:
-        raise UserError(error.what, Path(path) / CONFIG) from None
+        raise UserError(error.what, error.where or Path(path) / CONFIG) from None

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from weft.config.components import misspelled_methods
 from weft.config.mesh import MeshShape
 from weft.config.run import RunConfig
 from weft.headers import read_store_header
@@ -30,10 +31,19 @@ def warnings(config: RunConfig, mesh: MeshShape, *, open_data: bool = True, give
         given: whether the batches are passed to `Trainer.step`.
         open_data: whether the headers of token stores are read and checked too.
     """
-    found = [*_held_out(config), *_parallel(config, mesh), *_device(config)]
+    found = [*_held_out(config), *_parallel(config, mesh), *_device(config), *_hooks(config)]
     if given and (unused := [key for key in _BATCHES if _is_set(config, key)]):
         found.append(f"{', '.join(unused)}: no effect, because the batches are passed to Trainer.step")
     return found + (_unknown_tokenizers(config) if open_data else [])
+
+
+def _hooks(config: RunConfig) -> Iterator[str]:
+    """Yields a warning for each method of a callback or metric whose name is almost that of a method Weft calls."""
+    listed = ("callback", "callbacks", config.callbacks), ("metric", "log.metrics", config.log.metrics)
+    for kind, key, sections in listed:
+        for number, section in enumerate(sections):
+            for given, hook in misspelled_methods(section.type, kind):
+                yield f"{key}[{number}] ({section.type}): Weft does not call the method {given}; did you mean {hook}?"
 
 
 def _is_set(config: RunConfig, key: str) -> bool:

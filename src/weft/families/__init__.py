@@ -52,9 +52,14 @@ class Family(Protocol):
 
 @cache
 def families() -> dict[str, Family]:
-    """Returns all families by name. The name of a family is the name of its module."""
+    """Returns all families by name, the name of the module. Raises UserError if a module lacks an attribute."""
     modules = {one.name: import_module(f"{__name__}.{one.name}") for one in pkgutil.iter_modules(__path__)}
-    return {name: cast(Family, module) for name, module in modules.items() if hasattr(module, "ARCHITECTURES")}
+    found = {name: module for name, module in modules.items() if hasattr(module, "ARCHITECTURES")}
+    for module in found.values():
+        for needed in ("MODEL_TYPE", "KEYS", "WEIGHTS", "from_hf", "to_hf"):
+            if not hasattr(module, needed):
+                raise UserError(f"a model family needs {needed}; add it (docs/add-a-model.md)", module.__file__)
+    return {name: cast(Family, module) for name, module in found.items()}
 
 
 def family_of(config: dict[str, Any]) -> Family:

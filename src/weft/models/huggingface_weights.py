@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.config.huggingface_config import model_keys
+from weft.config.huggingface_config import check_table, model_keys
 from weft.config.model import ModelSection
 from weft.config.model_sections import BALANCE
 from weft.errors import UserError
@@ -60,6 +60,7 @@ def to_config_json(section: ModelSection) -> dict[str, Any]:
     if section.family not in families():
         raise UserError(f"model.family: unknown family {section.family!r}; use one of {', '.join(families())}")
     family = families()[section.family]
+    check_table(family)
     _refuse_custom_components(section)
     written = {
         "architectures": [family.ARCHITECTURES[0]],

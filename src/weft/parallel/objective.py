@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class Totals:
         """Adds the loss that an objective returned to the totals. Returns this loss as a scalar tensor, for backward.
 
         Raises:
-            UserError: if the loss is not a scalar tensor, or has a named scalar that is not in `names`.
+            UserError: if the loss is not a scalar tensor, or has a named scalar that is not in `names` or not a pair.
         """
         loss, scalars = (found.sum, found.scalars) if isinstance(found, Loss) else (found, {})
         if not isinstance(loss, torch.Tensor) or loss.dim():
@@ -106,12 +107,22 @@ class Totals:
             raise UserError(
                 f"objective: the loss has a scalar {name!r}, which is not in `scalars` of the class; add the name"
             )
+        check_pairs("objective", scalars)
         self.vector[0] += loss.detach()
         for number, name in enumerate(self.names):
             for offset, value in enumerate(scalars.get(name, ())):
                 value = value.detach() if isinstance(value, torch.Tensor) else value
                 self.vector[1 + 2 * number + offset] += value
         return loss
+
+
+def check_pairs(source: str, values: Mapping[str, Any]) -> None:
+    """Raises UserError if a value is not a pair (sum, weight) of numbers. `source`: who returned the values."""
+    for name, value in values.items():
+        parts = value if isinstance(value, tuple | list) else ()
+        if [isinstance(one, Real) or getattr(one, "ndim", 1) == 0 for one in parts] != [True, True]:
+            what = f"must be a pair (sum, weight), not a {type(value).__name__}"
+            raise UserError(f"{source}: {name!r} {what}; return two numbers")
 
 
 def quotients(names: Sequence[str], pairs: Sequence[float]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from weft.config.components import make_component
 from weft.config.run import MetricSection
 from weft.data.batches.batch import Batch
 from weft.errors import UserError
-from weft.parallel.objective import Loss, Objective, Pair, quotients
+from weft.parallel.objective import Loss, Objective, Pair, check_pairs, quotients
 from weft.parallel.world import World
 from weft.train.callbacks import Callback
 from weft.train.state import State, raise_if_taken
@@ -84,7 +84,8 @@ class Metrics(Callback):
             if not hasattr(metric, "step"):
                 continue
             values = metric.step(state)
-            _raise_if_undeclared(label, metric, values)
+            _check_names(label, metric, values, "step", "outputs")
+            check_pairs(label, {name: value for name, value in values.items() if isinstance(value, tuple)})
             with state.acting(label):
                 state.log({name: value for name, value in values.items() if not isinstance(value, tuple)})
             pairs |= {name: value for name, value in values.items() if isinstance(value, tuple)}
@@ -115,11 +116,23 @@ class ObservedObjective:
         with torch.no_grad():
             for label, metric in self._metrics.items():
                 values = metric.outputs(outputs.detach(), batch)
-                _raise_if_undeclared(label, metric, values)
+                _check_names(label, metric, values, "outputs", "step")
+                check_pairs(label, values)
                 scalars |= values
         return Loss(loss.sum, scalars)
 
 
-def _raise_if_undeclared(label: str, metric: Metric, values: Mapping[str, Any]) -> None:
+def _check_names(label: str, metric: Metric, values: Mapping[str, Any], method: str, other_method: str) -> None:
+    """Raises UserError if a method did not return a dict with the names in `scalars`.
+
+    Names may be missing if the metric also has `other_method`, which can return them.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(f"{label}: `{method}` must return a dict of names and values, not a {type(values).__name__}")
     if other := values.keys() - set(metric.scalars):
         raise UserError(f"{label} logs {sorted(other)[0]!r}, which is not in its `scalars`; add the name")
+    if (missing := [name for name in metric.scalars if name not in values]) and not hasattr(metric, other_method):
+        raise UserError(
+            f"{label}: `{method}` did not return {missing[0]!r}, which is in its `scalars`; return it, as (0, 0) in a "
+            "step without a value, or remove the name"
+        )

@@ -137,7 +137,7 @@ def section_of(path: Path) -> ModelSection:
     try:
         return checked_model(config)
     except UserError as error:
-        raise UserError(error.what, path / CONFIG) from None
+        raise UserError(error.what, error.where or path / CONFIG) from None
 
 
 # ---- files

@@ -105,6 +105,9 @@ class RecordFormat(SourceFormat):
         extract = make_checked_extractor(reading)
         for line, record in enumerate(self.records(file), start=1):
             tally.counts.lines = line
+            if not isinstance(record, dict | Unfit):
+                what = f"`records` of {type(self).__name__} must yield a dict or Unfit, not a {type(record).__name__}"
+                raise UserError(f"{what} (record {line:,} of {file.unit.path})")
             yield tally.extract(extract, record, line)
 
 
@@ -124,6 +127,9 @@ def source_format(name: str) -> SourceFormat:
     form = getattr(found, "Format", found)
     if not (isinstance(form, type) and issubclass(form, SourceFormat)):
         raise UserError(f"--format {name}: is not a source format; name a subclass of weft.data.sources.SourceFormat")
+    base, method = (RecordFormat, "records") if issubclass(form, RecordFormat) else (SourceFormat, "read")
+    if form.read is base.read and getattr(form, method) is getattr(base, method):
+        raise UserError(f"--format {name}: {form.__name__} has no method {method}; add it (docs/data.md)")
     with format_errors(form):
         return form()
 
