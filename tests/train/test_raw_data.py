@@ -393,6 +393,26 @@ def test_learned_tokens_are_shown(raw_yaml, alpaca, tmp_path, hf_folder, cache, 
     assert "assistant\n\x1b[1;32mKalo mi.<|im_end|>\x1b[0m" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("adapter", [None, {"r": 2}], ids=["export", "merge"])
+def test_an_exported_model_stops_where_its_answers_end(raw_yaml, alpaca, hf_folder, tmp_path, cache, adapter):
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    base, template = tmp_path / "base", tmp_path / "own.jinja"
+    shutil.copytree(hf_folder, base)
+    (base / "chat_template.jinja").unlink()
+    content = json.loads((base / "tokenizer.json").read_text())
+    stop = next(text for text, id in content["model"]["vocab"].items() if id == 400)
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 400, "content": stop})
+    (base / "tokenizer.json").write_text(json.dumps(content))
+    template.write_text(NAMED["chatml"].source.replace("<|im_end|>", stop))
+    overrides = [f"model.from={base}", "training.steps=1", *([f"adapter={json.dumps(adapter)}"] if adapter else [])]
+    assert train(raw_yaml(train=str(alpaca), chat_template=str(template)), *overrides) == 0
+    words = ["merge"] if adapter else ["export", "--to", "hf"]
+    assert main([*words, str(tmp_path / "runs" / "demo"), str(tmp_path / "out")]) == 0
+    before = GenerationConfig.from_pretrained(base).eos_token_id if adapter else content["added_tokens"][0]["id"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [400, before]
+
+
 def test_the_recipe_is_one_command(alpaca, hf_folder, tmp_path, cache):
     recipe = ROOT / "configs" / "sft.yaml"
     assert len(recipe.read_text().splitlines()) < 25

@@ -16,6 +16,7 @@ from weft.checkpoint.huggingface.config_files import (
     read_origin,
     special_ids,
     tokenizer_warnings,
+    with_stop_token,
 )
 from weft.checkpoint.huggingface.folder import names_in_files
 from weft.checkpoint.huggingface.import_model import WrittenModel, parse_dtype
@@ -32,6 +33,7 @@ from weft.families.mapping import keep_activation_names
 from weft.models.huggingface_weights import saved_dtype, to_config_json
 from weft.observe.console import Console
 
+GENERATION = "generation_config.json"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -95,7 +97,7 @@ def write_huggingface(
             entries = transformers_entries(section, kinds, lambda name: weights.tensors[name].full())
         config_files = transformers_config_files(section, entries)
         if generation := read_origin(source).get("generation_config"):
-            config_files["generation_config.json"] = generation
+            config_files[GENERATION] = generation
     elif isinstance(section, ModelSection):
         converted = to_huggingface(source, section, weights.tensors)
         names = {external: sources[0][0] for external, sources in names_in_files(section).items()}
@@ -110,6 +112,8 @@ def write_huggingface(
             "export a model of the built-in decoder or of type: hf",
             source / files.MODEL,
         )
+    if generation := with_stop_token(config_files.get(GENERATION, {}), tokenizer):
+        config_files[GENERATION] = generation
     warnings = [*weights.warnings, *tokenizer_warnings(tokenizer, section, config_files[CONFIG])]
     warnings = [f"{source}: {warning}" for warning in warnings]
     shards = split_into_shards(entries, limit)
@@ -144,7 +148,7 @@ def _config_files(
             special["pad_token_id"] = section.pad_token_id
     kind = main_dtype(entries)
     generation = origin.get("generation_config") or {key: id for key, id in special.items() if id is not None}
-    return {CONFIG: config | special | {"dtype": kind, "torch_dtype": kind}, "generation_config.json": generation}
+    return {CONFIG: config | special | {"dtype": kind, "torch_dtype": kind}, GENERATION: generation}
 
 
 def parse_size(size: str | int) -> int:

@@ -14,7 +14,7 @@ from weft.checkpoint.adapter_record import read_record
 from weft.checkpoint.adapter_start import base_of
 from weft.checkpoint.adapter_weights import Rounding, dequantized_weights, merge_weights, read_adapter
 from weft.checkpoint.base_model import Section, check_digest, open_base
-from weft.checkpoint.huggingface.config_files import read_origin
+from weft.checkpoint.huggingface.config_files import read_origin, with_stop_token
 from weft.checkpoint.huggingface.import_model import WrittenModel, parse_dtype
 from weft.checkpoint.huggingface.peft_files import read_peft
 from weft.checkpoint.load import architecture, resolve, tokenizer_folder
@@ -66,7 +66,7 @@ def merge_adapter(
     """Writes a model whose weights are those of a base model with an adapter merged in.
 
     Merged weights are computed in at least float32 and then cast to the base model's dtype. Special tokens,
-    generation_config.json, the tokenizer and its chat template are kept.
+    generation_config.json (with the end-of-turn token of a run), the tokenizer and its chat template are kept.
 
     >>> made = weft.merge_adapter("hf", "merged", adapter="peft")
     >>> made.rounding_loss
@@ -177,7 +177,8 @@ def _write_checkpoint(model: ExportedModel, out: Path, console: Console, kind: t
     ]
     contents: dict[str, Any] = {files.MODEL: model.section.model_dump(mode="json", by_alias=True)}
     if origin := read_origin(weights.path):
-        contents[files.ORIGIN] = origin
+        generation = with_stop_token(origin.get("generation_config") or {}, model.tokenizer)
+        contents[files.ORIGIN] = origin | {"generation_config": generation or None}
     warnings = [f"{weights.path}: {warning}" for warning in weights.warnings]
     number = write_checkpoint(out, entries, contents, model.tokenizer, warnings, "merging", console)
     return WrittenModel(model.section, len(entries), number, sum(entry.bytes for entry in entries))

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from weft.data.conversations.endings import SAMPLE, first_token
 from weft.data.conversations.layouts import Conversation, choose_layout, read_record
 from weft.data.conversations.template import ChatTemplate
 from weft.data.documents import Counts, Reject
@@ -22,7 +23,6 @@ from weft.generation.limits import longest_text
 from weft.generation.settings import Sampling
 from weft.generation.stream import Finish, Stream
 
-SAMPLE = "weft-sample-answer"  # rendered once, to find what a template writes around an answer
 Messages = list[dict[str, Any]]
 
 
@@ -161,10 +161,8 @@ class Chat:
                 "begins a new conversation"
             )
         stop_ids, stop = set(self.engine.stop_ids), list(sampling.stop)
-        end, added = self._end.lstrip(), self.tokenizer.added_tokens
-        token = max((token for token in added if end.startswith(token)), key=len, default="")
-        if token:
-            stop_ids.add(added[token])
+        if token := first_token(self._end, self.tokenizer.added_tokens):
+            stop_ids.add(self.tokenizer.added_tokens[token])
         elif self._end:
             stop.append(self._end)
         sampling = replace(

@@ -9,7 +9,8 @@ from typing import Any
 from weft.checkpoint import checkpoint_files as files
 from weft.config.model import ModelSection
 from weft.config.transformers_model import TransformersModelSection
-from weft.data.conversations.template import template_problems
+from weft.data.conversations.endings import stop_token
+from weft.data.conversations.template import ChatTemplate, find_template, has_template, template_problems
 from weft.data.tokenizers.copy import copy_tokenizer
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface, read_config
@@ -56,6 +57,25 @@ def special_ids(tokenizer: Path | None, section: ModelSection) -> dict[str, int 
         token = settings.get(f"{key}_token")
         found[f"{key}_token_id"] = ids.get(token.get("content") if isinstance(token, dict) else token)
     return {key: id if id is not None and id < (section.vocab_size or 0) else None for key, id in found.items()}
+
+
+def with_stop_token(generation: Mapping[str, Any], tokenizer: Path | None) -> dict[str, Any]:
+    """Adds the token that ends an answer in a run's chat template to the content of a generation_config.json.
+
+    Transformers and inference servers generate until a token in `eos_token_id`, which otherwise has the
+    end-of-document token only.
+
+    Args:
+        tokenizer: the tokenizer's folder. If it is not the folder of a run, or has no chat template, nothing is added.
+    """
+    is_run = tokenizer is not None and (tokenizer.parent / files.FOLDER).is_dir()
+    if tokenizer is None or not is_run or template_problems(tokenizer) or not has_template(tokenizer):
+        return dict(generation)
+    added = {token["content"]: token["id"] for token in read_tokenizer(tokenizer)[1].get("added_tokens") or []}
+    stop = added.get(stop_token(ChatTemplate.for_tokenizer(find_template(tokenizer), tokenizer), added))
+    ids = generation.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return dict(generation) if stop is None or stop in ids else {**generation, "eos_token_id": [stop, *ids]}
 
 
 def copy_tokenizer_files(tokenizer: Path, folder: Path) -> None:

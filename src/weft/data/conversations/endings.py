@@ -1,12 +1,14 @@
-"""Checks that a model learns to end its answers."""
+"""Finds the token that ends an answer, and checks that a model learns to end its answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from weft.data.conversations.template import ChatTemplate
 from weft.data.sources.values import Unfit
 
 FARTHEST = 256  # characters of a stop token and white space after it
+SAMPLE = "weft-sample-answer"  # rendered once, to find what a template writes around an answer
 Span = tuple[int, int]  # [start, end) in characters of a text
 
 
@@ -49,3 +51,17 @@ def raise_if_endless(
                 "trained on; use a --chat-template that marks the end-of-turn token with {% generation %}, or set "
                 "--train-on last"
             )
+
+
+def first_token(text: str, added: Iterable[str]) -> str:
+    """Returns the longest added token with which a text begins, without leading white space; "" if there is none."""
+    return max((token for token in added if text.lstrip().startswith(token)), key=len, default="")
+
+
+def stop_token(template: ChatTemplate, added: Iterable[str]) -> str:
+    """Returns the added token that a template writes after an answer; "" if there is none."""
+    messages = [{"role": "user", "content": "weft"}, {"role": "assistant", "content": SAMPLE}]
+    try:
+        return first_token(template.render(messages)[0].partition(SAMPLE)[2], added)
+    except Unfit:  # the template renders other messages only
+        return ""
