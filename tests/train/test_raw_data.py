@@ -102,6 +102,7 @@ def test_a_raw_file_and_its_packed_store_give_the_same_run(raw_yaml, alpaca, hf_
     said = capsys.readouterr().err
     long = sum(len(ids) + 1 > LENGTH for ids, _ in by_transformers(hf_folder))
     assert long == 1
+    assert "packing into sequences 7/7 documents" in said
     assert f"warning: data.train: dropped 1 of 8 conversations: longer than {LENGTH} tokens" in said
     run = tmp_path / "runs" / "demo"
     manifest = json.loads((run / "manifest.json").read_text())
