@@ -7,6 +7,7 @@ from pathlib import Path
 
 import peft
 import pytest
+import transformers
 from running import QUIET, losses, train
 
 import weft
@@ -52,7 +53,7 @@ def peft_folder(path, base, **options):
 def write(run_yaml, tmp_path):
     """Writes a run with an adapter that hardly learns."""
 
-    def write(name, adapter, steps=1, lr=1e-30, base=tmp_path / "base"):
+    def write(name, adapter, steps=1, lr=1e-30, base=tmp_path / "base", model=None):
         file = run_yaml(
             f"{name}.yaml", run={"name": name}, model=None, 
             data={"validation": None, "sequence_length": 16}, log=QUIET,
@@ -61,7 +62,7 @@ def write(run_yaml, tmp_path):
             schedule={"type": "constant", "warmup_steps": 0}, checkpoint={"every": 1, "keep_last": 9},
         )  # fmt: skip
         with file.open("a") as text:
-            text.write(f"\nmodel: {json.dumps({'from': str(base)})}\nadapter: {json.dumps(adapter)}\n")
+            text.write(f"\nmodel: {json.dumps(model or {'from': str(base)})}\nadapter: {json.dumps(adapter)}\n")
         return file
 
     return write
@@ -131,3 +132,21 @@ def test_mistakes_are_one_line(write, tmp_path, capsys):
         err = capsys.readouterr().err
         assert expected in err
         assert "Traceback" not in err
+
+
+def test_a_layer_outside_the_blocks_of_a_transformers_model_is_not_left_out(write, tmp_path, capsys):
+    config = transformers.OPTConfig(
+        vocab_size=512, hidden_size=16, word_embed_proj_dim=8, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    base = transformers.AutoModelForCausalLM.from_config(config)
+    base.save_pretrained(tmp_path / "base")
+    peft_folder(tmp_path / "peft", base, target_modules="all-linear")
+    file = tmp_path / "peft" / "adapter_config.json"  # in which PEFT has replaced all-linear by a list
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": "all-linear"}))
+    assert (
+        train(write("run", {"from": str(tmp_path / "peft")}, model={"type": "hf", "path": str(tmp_path / "base")})) == 2
+    )
+    line = capsys.readouterr().err
+    assert f"{tmp_path / 'peft'}: adapter.from: the adapter of" in line
+    assert "decoder.project_in cannot be trained; merge the adapter (weft merge)" in line

@@ -19,6 +19,7 @@ from weft.errors import UserError
 from weft.families.peft_config import ADAPTER_CONFIG, read_peft_config
 from weft.models.adapter import initial_adapter_value, is_adapter
 from weft.models.low_rank import LowRank
+from weft.parallel import ranks
 from weft.parallel.local_parameters import set_full_value
 from weft.parallel.model_state import BaseModel
 
@@ -57,13 +58,13 @@ class AdapterStart:
         if self.layers is None:
             load(self.path, model=model, select=is_adapter)
             return
+        own = {found[0] for name, _ in model.named_parameters() if (found := layer_of(name)) is not None}
+        layers = set().union(*ranks.all_gather_object(own))  # of all pipeline stages
+        if wrong := sorted(self.layers.keys() ^ layers):
+            raise ranks.error_on_all_ranks(f"{self.path}: {_other_layer(wrong[0], wrong[0] in self.layers)}")
         for name, parameter in model.named_parameters():
             if (found := layer_of(name)) is None:
                 continue
-            if found[0] not in self.layers:
-                raise UserError(
-                    f"the adapter has no matrices for {found[0]}; set adapter.targets to its layers", self.path
-                )
             change = self.layers[found[0]]
             rank = change.a.shape[-2]
             value = initial_adapter_value(name, parameter.shape, section, seed, parameter.dtype)
@@ -104,8 +105,7 @@ def open_start(adapter: AdapterSection, model: Section) -> AdapterStart | None:
         layers = decoder_layers(model)
         expected = set(adapted_layers(adapter, layers, [name for name in layers if is_stacked(name)]))
         if wrong := sorted(found.layers.keys() ^ expected):
-            what = "cannot be trained" if wrong[0] in found.layers else "is not in the adapter's files"
-            raise UserError(f"adapter.from: the adapter of {wrong[0]} {what}; merge the adapter (weft merge)", path)
+            raise UserError(_other_layer(wrong[0], wrong[0] in found.layers), path)
     if found.weights:
         name = min(found.weights)
         raise UserError(
@@ -114,6 +114,12 @@ def open_start(adapter: AdapterSection, model: Section) -> AdapterStart | None:
             path,
         )
     return AdapterStart(path, base_of(found), found.layers)
+
+
+def _other_layer(layer: str, stored: bool) -> str:
+    """Returns the message for a layer that only the adapter's files (`stored`) or only the model's adapter changes."""
+    what = "cannot be trained" if stored else "is not in the adapter's files"
+    return f"adapter.from: the adapter of {layer} {what}; merge the adapter (weft merge)"
 
 
 def read_layers(path: str | Path, model: nn.Module) -> PeftAdapter | dict[str, LowRank]:
