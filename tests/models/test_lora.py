@@ -109,6 +109,26 @@ def test_outputs_and_gradients_are_those_of_the_weight_written_out(name, keys):
         assert parameter.grad.abs().max() > 1e-6, path
 
 
+def test_a_small_change_of_a_bfloat16_weight_counts_when_one_token_attends_to_latents():
+    mla = MLA | {"kv_lora_rank": 512}
+    model = Decoder(ModelSection.model_validate(MODELS["latent"] | {"num_hidden_layers": 1, "mla": mla}))
+    initialize(model.bfloat16(), 0)
+    add_adapter(model, AdapterSection.model_validate({"r": 1, "alpha": 1.0, "targets": ["kv_b_proj"]}))
+    attention = model.layers[0].attention
+    linear, generator = attention.kv_b_proj, torch.Generator().manual_seed(0)
+    with torch.no_grad():  # weights of magnitude 1 to 2, which change by a quarter of the distance of two numbers
+        sign = torch.randn(linear.weight.shape, generator=generator).sign()
+        linear.weight.copy_(sign * (1 + torch.rand(sign.shape, generator=generator)))
+        linear.lora_a.fill_(2**-9)
+        latent, k_rope = torch.ones(1, 1, 3, 512).bfloat16(), torch.zeros(1, 1, 3, 4).bfloat16()
+        q = torch.zeros(1, 4, 1, 12).bfloat16()
+        values = []
+        for b in (0.0, 1.0):
+            linear.lora_b.fill_(b)
+            values.append(attention.attend_latents(q, latent, k_rope, None).double())
+    assert (values[1] - values[0]).mean().item() == pytest.approx(512 * 2**-9, rel=0.1)
+
+
 @pytest.mark.parametrize("how", ["nf4", "int8"])
 def test_quantized_weights_are_the_nearest_values(how):
     weight = torch.randn(3, 5, 96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

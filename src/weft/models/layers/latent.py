@@ -95,6 +95,8 @@ class LatentAttention(nn.Module):
         k_weight, v_weight = (
             full_weight(self.kv_b_proj).view(self.heads, -1, self.rank).split((self.nope, self.v_head_dim), dim=1)
         )
-        q = torch.cat((torch.einsum("bhsn,hnr->bhsr", q_nope, k_weight), q_rope), dim=-1)
+        wide, dtype = k_weight.dtype, latent.dtype  # with an adapter, `wide` is at least float32
+        q_nope = torch.einsum("bhsn,hnr->bhsr", q_nope.to(wide), k_weight).to(dtype)
+        q = torch.cat((q_nope, q_rope), dim=-1)
         out = self.attend(q, torch.cat((latent, k_rope), dim=-1), latent, mask)  # [batch, heads, 1, rank]
-        return torch.einsum("bhsr,hvr->bhsv", out, v_weight)
+        return torch.einsum("bhsr,hvr->bhsv", out.to(wide), v_weight).to(dtype)

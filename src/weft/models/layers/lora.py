@@ -108,15 +108,19 @@ def is_quantized(linear: Any) -> bool:
 
 
 def full_weight(linear: Any) -> torch.Tensor:
-    """Returns the matrix `[out, in]` by which a linear layer multiplies, including its adapter."""
+    """Returns the matrix `[out, in]` by which a linear layer multiplies, including its adapter.
+
+    With an adapter, the matrix has at least float32: a sum in bfloat16 would lose a small change of the weight.
+    """
     weight, lora = base_weight(linear), getattr(linear, "lora", None)
     if lora is None:
         return weight
-    weight = torch.addmm(weight, linear.lora_b, linear.lora_a, alpha=lora.scale)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    weight = torch.addmm(weight.to(wide), linear.lora_b.to(wide), linear.lora_a.to(wide), alpha=lora.scale)
     magnitude = getattr(linear, "lora_magnitude", None)
     if magnitude is None:
         return weight
-    return weight * (magnitude / row_norms(linear).to(magnitude.dtype)).unsqueeze(1)
+    return weight * (magnitude.to(wide) / row_norms(linear)).unsqueeze(1)
 
 
 def weight_dtype(linear: Any) -> torch.dtype:
