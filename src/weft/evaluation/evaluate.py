@@ -112,7 +112,7 @@ def evaluate(
     manager = find_tasks(names, how.include_path) if tasks is not None else None
     console = console or Console(prints=False)
     checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else resolve(model)
-    labels: list[str | None] = [None] * len(given)
+    labels: Sequence[str | None] = [None] * len(given)
     if not given and tasks is None:
         held_out = _held_out_stores(checkpoint, console)
         given, labels = [path for path, _ in held_out], [name for _, name in held_out]
