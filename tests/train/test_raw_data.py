@@ -350,6 +350,27 @@ def test_texts_are_packed_end_to_end_and_mixtures_take_raw_data(raw_yaml, tiny_c
     assert 0 < weight < 3 * 4 * LENGTH
 
 
+class Rows:
+    """A custom dataset."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"tokens": [index] * LENGTH}
+
+
+def test_conversations_for_validation_are_kept_apart_without_stores_for_training(raw_yaml, alpaca, cache):
+    packed = store_of(prepared(raw_yaml(train=str(alpaca)))).path
+    rows = {"type": "test_raw_data:Rows"}
+    for train_on, held_out in ((None, alpaca), (rows, alpaca), (None, packed), (rows, packed)):
+        for stated in ({}, {"packing": "best_fit"}):  # as in the saved config
+            config = prepared(raw_yaml(train=train_on, validation=str(held_out), **stated))
+            assert (config.data.packing, config.data.document_attention) == ("best_fit", True)
+    (one,) = open_data(config, start_world(config.parallel)).held_out
+    assert next(iter(one.full)).segments is not None
+
+
 def test_a_batch_without_learned_tokens_has_loss_zero_and_is_a_warning(raw_yaml, alpaca, tmp_path, cache, capsys):
     file = raw_yaml(train=str(alpaca))
     mask = store_of(prepared(file)).path / "loss_mask.bin"

@@ -196,7 +196,8 @@ class DataSection(Section):
     packing: Literal["concatenate", "best_fit", "pad"] | None = None
     """Method that forms sequences from documents. `concatenate`: documents end to end, split at any token. `best_fit`:
     complete documents, packed with little padding; only documents longer than a sequence are split. `pad`: one document
-    per sequence, filled up with padding. Default: `best_fit` if training data are conversations, else `concatenate`.
+    per sequence, filled up with padding. Default: `best_fit` if training data are conversations, else `concatenate`;
+    without stores or raw data in `train`, validation data decide.
     """
     document_attention: bool = False
     """Whether each token attends only to tokens of its own document, and positions start from 0 in each document.

@@ -24,7 +24,8 @@ def check_data_section(draft: Draft) -> None:
     _check_mixture(draft)
     _check_length_warmup(draft)
     check_document_attention(draft)
-    key, no_store = "data.document_attention", draft.get("data.train") is not None and not data_section(draft).paths[0]
+    train, held_out = data_section(draft).paths
+    key, no_store = "data.document_attention", draft.get("data.train") is not None and not train and not held_out
     packing = draft.get("data.packing")
     if packing in ("best_fit", "pad"):
         if no_store:

@@ -43,7 +43,7 @@ def check_headers(draft: Draft) -> int | None:
     if fill_tokenizer(draft, [store.header for store in (*train, *held_out)]):
         tokenizer = _read_tokenizer(draft)
     check_raw(draft)
-    fill_packing(draft, [store.header for store in train])
+    fill_packing(draft, [store.header for store in train or held_out])
     for key, path, header in (*train, *held_out):
         if length is not None and header.num_tokens < length + 1:
             what = f"{path} has {counted(header.num_tokens, 'token')}, but one sequence needs {length + 1} tokens "

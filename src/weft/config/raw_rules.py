@@ -88,16 +88,16 @@ def tokenizer_of(model: str) -> str | None:
     return next((str(folder) for folder in folders if (folder / "tokenizer.json").is_file()), None)
 
 
-def fill_packing(draft: Draft, train: list[StoreHeader]) -> None:
+def fill_packing(draft: Draft, stores: list[StoreHeader]) -> None:
     """Sets the default of `data.packing`, unless it depends on raw data, which is read when the run starts.
 
     Args:
-        train: headers of the token stores for training.
+        stores: headers of the token stores for training; without any, of those for validation.
     """
     section = data_section(draft)
     if "data.packing" not in draft.values or section.packing is not None or section.raw:
         return
-    kinds = {header.kind for header in train}
+    kinds = {header.kind for header in stores}
     for name, value in default_packing("conversations" in kinds, separate=_stated(draft)).items():
         draft.fill(f"data.{name}", value, "for conversations" if "conversations" in kinds else "default")
     check_document_attention(draft)
@@ -113,7 +113,7 @@ def default_packing(conversations: bool, separate: bool | None) -> dict[str, obj
     """Returns the values of `packing` and `document_attention` for a run file that does not set `packing`.
 
     Args:
-        conversations: whether training data are conversations.
+        conversations: whether training data are conversations; without token stores for training, validation data.
         separate: `data.document_attention`, if the run file sets the key.
     """
     if conversations and separate is not False:

@@ -95,7 +95,8 @@ def detect_sources(config: RunConfig, *, train: bool = True) -> dict[str, RawDat
 def _packing(config: RunConfig, data: DataSection) -> dict[str, object]:
     """Returns the defaults of `packing` and `document_attention`, which depend on the token stores."""
     stated = config.origins.get("data.document_attention", "default") != "default"
-    conversations = any(read_store_header(store).kind == "conversations" for store in data.stores.values())
+    stores = data.stores or data.held_out_stores  # custom datasets and batches of `Trainer.step` are not packed
+    conversations = any(read_store_header(store).kind == "conversations" for store in stores.values())
     values = default_packing(conversations, data.document_attention if stated else None)
     what = missing_arguments(config.model.type) if values["document_attention"] else None
     if what is not None:
