@@ -87,6 +87,7 @@ def refused(config: RunConfig, sequences: int) -> dict[str, str]:
             wrong = {
                 "one rank": {**good, "tokens": good["tokens"] - 300 * (mesh.rank == 1)},
                 "another": {key: value.roll(mesh.rank, 0) for key, value in good.items()},
+                "positions": {**good, "positions": good["positions"] + mesh.rank},
                 "length": {key: value[:, :31] for key, value in good.items()},
                 "sizes": {key: value[: 2 + 2 * (mesh.dp_rank == 1)] for key, value in good.items()},
             }

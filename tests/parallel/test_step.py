@@ -49,6 +49,7 @@ def test_steps_are_those_of_fit_and_mistakes_are_told_on_all_ranks(runner, mesh)
                 axis = "tp 2" if "tp" in mesh else "cp 2"
                 assert f"sequences of 31 tokens, which {axis} cannot split; pad" in said[f"{form}, length"]
         assert DIFFERENT in said["global, another"]
+        assert DIFFERENT in said["global, positions"]
         if ranks_of(mesh) > 2 or "pp" in mesh:
             assert "choose the sequences by trainer.mesh.dp_rank" in said["local, another"]
         if "pp" not in mesh:  # there, the schedule supports neither size

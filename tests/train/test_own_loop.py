@@ -205,6 +205,22 @@ def test_documents_and_masks_of_a_batch():
     assert isinstance(empty, Batch)
 
 
+def test_the_checksum_that_ranks_compare_covers_all_tensors_of_a_batch():
+    from weft.data.batches.given import batch_from
+    from weft.data.batches.layout import Field, Layout
+    from weft.train.given_batches import checksum
+
+    layout = Layout({"reward": Field(), "action": Field(seq_dim=0, dtype="int64")})
+    given = {"tokens": T, "segments": torch.zeros_like(T), "reward": torch.arange(4.0), "action": T.clone()}
+    first = checksum(batch_from(given, layout))
+    assert checksum(batch_from({key: value.clone() for key, value in given.items()}, layout)) == first
+    for key, value in given.items():
+        changed = value.clone()
+        changed[1] += 1
+        assert checksum(batch_from({**given, key: changed}, layout)) != first, key
+    assert checksum(batch_from({**given, "segments": None}, layout)) != first
+
+
 def test_what_is_said_of_a_config(own, run_yaml, tmp_path):
     config = own()
     for wrong, said in (

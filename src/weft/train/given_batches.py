@@ -7,12 +7,14 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
+
 from weft.config.derive import split_batch
 from weft.config.legal_mesh import sequence_unit
 from weft.config.run import RunConfig
 from weft.data.batches.batch import Batch
 from weft.data.batches.given import ALIGNED, batch_from
-from weft.data.batches.layout import Layout
+from weft.data.batches.layout import TOKEN_KEYS, Layout
 from weft.errors import UserError
 from weft.parallel.objective import Objective
 from weft.parallel.ranks import all_gather_object, error_on_all_ranks
@@ -173,8 +175,10 @@ class GivenBatches:
 
 
 def checksum(batch: Batch) -> int:
-    """Returns a checksum of a batch's tokens, labels and weights, up to `CHECKSUM`."""
-    found = zlib.crc32(str(tuple(batch.tokens.shape)).encode())
-    for tensor in (batch.tokens, batch.labels, batch.weight):
-        found = zlib.crc32(tensor.contiguous().numpy().data.cast("B"), found)
+    """Returns a checksum of all tensors of a batch, up to `CHECKSUM`."""
+    found, tensors = 0, {key: getattr(batch, key) for key in (*TOKEN_KEYS, "samples")}
+    for name, tensor in [*tensors.items(), *sorted(batch.extra.items())]:
+        if tensor is not None:
+            found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+            found = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy(), found)
     return found & CHECKSUM
