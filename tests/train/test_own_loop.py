@@ -205,6 +205,23 @@ def test_documents_and_masks_of_a_batch():
     assert isinstance(empty, Batch)
 
 
+def test_labels_without_loss_in_a_batch_object_are_those_of_a_dict():
+    from weft.data.batches.given import batch_from
+    from weft.data.batches.layout import Layout
+
+    labels = T.roll(-1, 1)
+    labels[:, 2] = labels[:, -1] = -100
+    expected = batch_from({"tokens": T, "labels": labels}, Layout())
+    given = Batch(T, labels.clone(), torch.ones(4, 6), expected.positions, None, torch.arange(4))
+    found = batch_from(given, Layout())
+    assert torch.equal(found.weight, expected.weight)
+    assert torch.equal(found.labels, expected.labels)
+    assert torch.equal(given.labels, labels)  # the user's tensors are unchanged
+    assert given.weight.all()
+    with pytest.raises(UserError, match="the id -7 in its labels, sequence 1"):
+        batch_from(Batch(T, labels.where(T[1, 0] != T, -7), *[torch.ones(4, 6)] * 2, None, torch.arange(4)), Layout())
+
+
 def test_the_checksum_that_ranks_compare_covers_all_tensors_of_a_batch():
     from weft.data.batches.given import batch_from
     from weft.data.batches.layout import Field, Layout

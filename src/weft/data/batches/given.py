@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ def batch_from(given: Mapping[str, Any] | Batch, layout: Layout) -> Batch:
     If a sample has several sequences, these can be adjacent sequences of the batch, or the second dimension.
 
     Args:
-        given: the dict. A `Batch` is only checked.
+        given: the dict. A `Batch` is only checked; its labels of -100 get weight 0, in a copy.
         layout: fields and number of sequences per sample that the objective declares.
 
     Raises:
@@ -58,8 +59,9 @@ def _check_batch(batch: Batch, layout: Layout) -> Batch:
         )
     if batch.tokens.device.type != "cpu":
         raise UserError(f"the Batch is on {batch.tokens.device}; pass it on the CPU, Weft moves each micro-batch")
-    _check_ids({"tokens": batch.tokens.numpy(), "labels": batch.labels.numpy()}, layout)
-    return batch
+    copies = {key: getattr(batch, key).clone() for key in ("labels", "weight")}
+    _check_ids({"tokens": batch.tokens.numpy()} | {key: copy.numpy() for key, copy in copies.items()}, layout)
+    return replace(batch, **copies)
 
 
 def _convert(given: Mapping[str, Any], layout: Layout) -> Batch:
