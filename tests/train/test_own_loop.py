@@ -333,6 +333,16 @@ def test_a_callback_ends_the_loop_where_fit_would_end(own, tiny_heldout):
     assert (outcome.status, outcome.step) == ("stopped-early", 3)
 
 
+def test_to_close_an_unused_trainer_does_nothing(own, tmp_path):
+    trainer = weft.Trainer(own(), batches="global")
+    assert trainer.close() is None
+    assert not (tmp_path / "runs").exists()
+    trainer.step({"tokens": tokens()})
+    assert trainer.close().step == 1
+    with pytest.raises(UserError, match="this trainer is closed"):
+        trainer.close()
+
+
 def test_a_program_that_closes_nothing_leaves_a_report(own, tmp_path):
     own()
     (tmp_path / "loop.py").write_text(

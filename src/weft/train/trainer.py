@@ -186,11 +186,14 @@ class Trainer:
         """
         return self.step_number
 
-    def close(self) -> Outcome:
+    def close(self) -> Outcome | None:
         """Ends the session: saves the last step if it is not saved, writes the report and ends the process group.
 
-        All ranks must call it. The `with` statement calls it, except after an exception.
+        All ranks must call it. The `with` statement calls it, except after an exception. Does nothing and returns None
+        if the session has not begun.
         """
+        if self.batches is not None and self._session is None and self._closed_at is None:
+            return None
         session, self._session = self._opened(), None
         self._closed_at = session.loop.state.step
         return session.close()
