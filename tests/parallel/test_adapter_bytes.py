@@ -1,12 +1,18 @@
 """The bytes that ranks hold of a model with an adapter: its frozen base, its adapter, and the optimizer's state."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from matrix import Case, write_run
 
 from weft.config.adapter import AdapterSection, adapted_layers, adapter_parameters, decoder_layers
+from weft.config.model import ModelSection
 from weft.config.run import RunConfig
-from weft.models.adapter import is_adapter
+from weft.errors import UserError
+from weft.models.adapter import add_adapter, is_adapter
+from weft.models.decoder import Decoder
+from weft.parallel.apply import shard_for_inference
 from weft.parallel.local_parameters import local
 from weft.parallel.world import start_world
 from weft.train.build import build
@@ -68,3 +74,15 @@ def test_a_rank_holds_its_shards_and_state_of_the_adapter_alone(runner, quantize
     codes = total["uint8" if quantize == "nf4" else "int8"]
     assert codes == weights * bits // 8
     assert all(rank["uint8" if quantize == "nf4" else "int8"] == codes // 2 for rank in per_rank)
+
+
+def test_inference_refuses_ranks_that_would_split_a_block():
+    keys = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 16, "head_dim": 2}
+    with torch.device("meta"):
+        model = Decoder(ModelSection.model_validate(keys | {"intermediate_size": 128}))
+    add_adapter(model, AdapterSection.model_validate({"quantize": "nf4"}))
+    world = SimpleNamespace(shape=SimpleNamespace(tp=16), tp_mesh=SimpleNamespace(size=lambda: 16))
+    with pytest.raises(
+        UserError, match=r"tp 16 would split the blocks of layers.0.attention.q_proj.weight, .* 8 blocks"
+    ):
+        shard_for_inference(model, world)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.config.adapter import AdapterSection, adapted_layers, decoder_layers, is_stacked
 from weft.config.model import ModelSection
-from weft.models.adapter import add_adapter, initial_adapter_value, is_adapter, quantized_weights
+from weft.models.adapter import add_adapter, initial_adapter_value, is_adapter
 from weft.models.decoder import Decoder
 from weft.models.layers.blockwise import dequantize_blocks
 from weft.models.layers.lora import Lora, is_quantized
@@ -43,12 +43,6 @@ def adapt(model: nn.Module, state: ModelState) -> nn.Module:
     for name, parameter in model.named_parameters():
         if not is_adapter(name) and parameter.is_floating_point():
             parameter.data = parameter.data.to(plan.dtype)
-    for name, (_, scale, _) in quantized_weights(model).items():
-        if scale.shape[-1] % state.world.shape.tp:
-            raise error_on_all_ranks(
-                f"adapter.quantize: parallel.tp {state.world.shape.tp} would split the blocks of {name}, which has "
-                f"{scale.shape[-1]} blocks per row; use a tp that divides this number"
-            )
     return model
 
 

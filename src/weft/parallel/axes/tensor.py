@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from weft.errors import UserError
+from weft.models.adapter import quantized_weights
 from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attention, CoreAttention
 from weft.models.layers.latent import LatentAttention
@@ -33,6 +34,7 @@ from weft.parallel.axes.custom_model import CustomModelCheck
 from weft.parallel.local_parameters import distribute_parameters, local
 from weft.parallel.model_state import ModelState
 from weft.parallel.randomness import WeightsDropout, draw_full_sequence
+from weft.parallel.ranks import error_on_all_ranks
 from weft.torch_private import overlap_tensor_parallel
 
 SEQUENCE = 1  # the sequence dimension of `[batch, seq, hidden]`
@@ -44,12 +46,16 @@ def shard_over_tp(model: nn.Module, state: ModelState) -> nn.Module:
     Assumes plain parameters. A custom model's parameters must be initialized, because `CustomModelCheck` runs the
     model. Replaces parameters with DTensors on the axis `tp`, except for scalars and for experts that are sharded over
     `ep`. Between attention and MLP layers each rank has a shard of each sequence.
+
+    Raises:
+        UserError: the number of `tp` ranks does not divide the number of blocks in a row of a quantized weight.
     """
     tp, world = state.world.tp_mesh, state.world
     if tp is None:
         return model
     if state.plan.parallel.async_tp:
         world.agree(lambda: overlap(tp.get_group()))
+    _check_quantized_blocks(model, tp.size())
     if isinstance(model, Decoder):
         shard_decoder(model, decoder_sharding(model.config, tp.size()), state)
         return model
@@ -85,6 +91,16 @@ def overlap(group: dist.ProcessGroup) -> None:
         raise UserError(
             f"parallel.async_tp: these GPUs cannot access each other's memory ({error}); remove the key"
         ) from error
+
+
+def _check_quantized_blocks(model: nn.Module, ranks: int) -> None:
+    """Raises UserError if `ranks` shards of a quantized weight would split its blocks, which have one scale each."""
+    for name, (_, scale, _) in quantized_weights(model).items():
+        if scale.shape[-1] % ranks:
+            raise error_on_all_ranks(
+                f"adapter.quantize: parallel.tp {ranks} would split the blocks of {name}, which has "
+                f"{scale.shape[-1]} blocks per row; use a tp that divides this number"
+            )
 
 
 def shard_modules(model: nn.Module, table: dict[str, ShardingRule], state: ModelState) -> None:
