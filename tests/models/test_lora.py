@@ -12,6 +12,8 @@ from weft.models.adapter import add_adapter, initial_adapter_value, is_adapter, 
 from weft.models.decoder import Decoder
 from weft.models.initialize import initialize
 from weft.models.layers.blockwise import block_size, dequantize_blocks, quantize_blocks
+from weft.models.layers.lora import full_weight
+from weft.models.low_rank import LowRank
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -107,6 +109,31 @@ def test_outputs_and_gradients_are_those_of_the_weight_written_out(name, keys):
     for path, parameter in given.items():
         torch.testing.assert_close(own[path].grad, parameter.grad, rtol=1e-9, atol=1e-9, msg=path)
         assert parameter.grad.abs().max() > 1e-6, path
+
+
+@pytest.mark.parametrize("name", ["llama", "latent"])
+def test_a_row_of_zeros_has_a_finite_output_and_gradient_with_dora(name):
+    model, section = adapted(name, dora=True)
+    plain, layer = built(name), "layers.0.attention." + ("o_proj" if name == "llama" else "kv_b_proj")
+    with torch.no_grad():
+        for one in (model, plain):
+            one.get_parameter(f"{layer}.weight")[1] = 0
+        for path, parameter in model.named_parameters():
+            if path.endswith("lora_b"):
+                parameter.zero_()
+            elif path.endswith("lora_magnitude"):
+                weight = model.get_parameter(f"{layer_of(path)[0]}.weight")
+                parameter.copy_(weight.norm(dim=1))
+    tokens = torch.arange(12).view(1, 12)
+    torch.testing.assert_close(model(tokens), plain(tokens), rtol=0, atol=1e-11)
+    model(tokens, labels=tokens).sum().backward()
+    gradient = {path: parameter.grad for path, parameter in model.named_parameters() if is_adapter(path)}
+    assert all(value.isfinite().all() for value in gradient.values())
+    assert gradient[f"{layer}.lora_b"][1].any()
+    linear = model.get_submodule(layer)
+    change = LowRank(linear.lora_a, linear.lora_b, section.scale, linear.lora_magnitude)
+    for found in (full_weight(linear), change.merged(linear.weight)):
+        torch.testing.assert_close(found, linear.weight, rtol=0, atol=1e-11)
 
 
 def test_a_small_change_of_a_bfloat16_weight_counts_when_one_token_attends_to_latents():

@@ -46,4 +46,11 @@ class LowRank(NamedTuple):
         changed = weight.detach().to(dtype) + self.scale * (b @ a)
         if self.magnitude is None:
             return changed, None
-        return changed, self.magnitude.detach().to(weight.device, dtype) / torch.linalg.norm(changed, dim=-1)
+        magnitude = self.magnitude.detach().to(weight.device, dtype)
+        return changed, dora_gain(magnitude, torch.linalg.vector_norm(changed, dim=-1))
+
+
+def dora_gain(magnitude: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Returns the factor `[out]` by which DoRA scales rows of this norm: magnitude / norm, and 1 for rows of zeros."""
+    zero = norm == 0
+    return torch.where(zero, 1, magnitude / torch.where(zero, 1, norm))  # without inf, whose gradient is NaN

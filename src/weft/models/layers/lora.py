@@ -4,8 +4,8 @@ A layer with weight W, low-rank matrices A `[r, in]` and B `[out, r]`, and the s
 
     (W + s B A) x = W x + s B (A x)
 
-With DoRA (Liu et al., 2024), each row of W + s B A is divided by its norm and multiplied by a trained magnitude. The
-norm counts as a constant in backward, as in section 4.3 of the paper.
+With DoRA (Liu et al., 2024), each row of W + s B A is divided by its norm and multiplied by a trained magnitude; a row
+of zeros stays as it is. The norm counts as a constant in backward, as in section 4.3 of the paper.
 
 The matrices are parameters of the layer: `lora_a`, `lora_b`, `lora_magnitude`. Experts, whose weights are stacked, have
 for example `gate_proj_lora_a` `[experts, r, in]` beside `gate_proj`. If W is quantized, `weight` contains the codes and
@@ -24,6 +24,7 @@ from torch import nn
 from weft.kernels.grouped import grouped_linear
 from weft.models.layers.blockwise import QuantizedGroupedProduct, QuantizedProduct, dequantize_blocks
 from weft.models.layers.dropout import Dropout
+from weft.models.low_rank import dora_gain
 
 ALL = slice(None)
 
@@ -64,7 +65,7 @@ def lora_linear(linear: Any, x: torch.Tensor, rows: slice = ALL) -> torch.Tensor
     out = torch.addmm(out, low, linear.lora_b[rows].T, alpha=lora.scale)
     if magnitude is not None:
         norm = row_norms(linear, rows)
-        out = out * (magnitude[rows] / norm.to(magnitude.dtype))
+        out = out * dora_gain(magnitude[rows], norm.to(magnitude.dtype))
         out = out if bias is None else out + bias
     return out.view(*x.shape[:-1], -1)
 
@@ -120,7 +121,7 @@ def full_weight(linear: Any) -> torch.Tensor:
     magnitude = getattr(linear, "lora_magnitude", None)
     if magnitude is None:
         return weight
-    return weight * (magnitude.to(wide) / row_norms(linear)).unsqueeze(1)
+    return weight * dora_gain(magnitude.to(wide), row_norms(linear)).unsqueeze(1)
 
 
 def weight_dtype(linear: Any) -> torch.dtype:
