@@ -1,5 +1,6 @@
 """Trained adapters for PEFT, and merged into their base model, against PEFT and the unmerged model."""
 
+import copy
 import json
 import shutil
 import sys
@@ -105,6 +106,22 @@ def test_a_trained_adapter_for_peft_and_merged(tuned, tmp_path, capsys, case):
         texts = [weft.generate(run, [5, 6, 7], 6, ignore_eos=True)]
         texts += [weft.generate(base, [5, 6, 7], 6, ignore_eos=True, adapter=one) for one in (run, tmp_path / "peft")]
         assert texts[0] == texts[1] == texts[2]
+        changed, twice = (
+            AutoModelForCausalLM.from_pretrained(base),
+            r"has an adapter already.* use (the|its) base model",
+        )
+        changed.model.norm.weight.data.add_(0.01)
+        changed.save_pretrained(tmp_path / "other")
+        loaded, other = weft.load_model(run), weft.load_model(tmp_path / "other")
+        for one in (run, tmp_path / "peft"):
+            with pytest.raises(weft.UserError, match=twice):
+                weft.generate(run, [5, 6, 7], 6, adapter=one)
+            with pytest.raises(weft.UserError, match=twice):
+                weft.Engine(loaded).add_adapter("tuned", one)
+            with pytest.raises(weft.UserError, match="not the weights that the adapter was trained on"):
+                weft.Engine(other).add_adapter("tuned", one)
+        with pytest.raises(weft.UserError, match=twice):  # a model without a path
+            weft.Engine(copy.deepcopy(loaded)).add_adapter("tuned", tmp_path / "peft")
 
     sources = [(run, []), (base, ["--adapter", tmp_path / "peft"])]
     for source, options in sources[: 2 if case in ("pissa", "hf") else 1]:

@@ -146,15 +146,19 @@ def read_layers(path: str | Path, model: nn.Module) -> PeftAdapter | dict[str, L
 
 
 def check_adapter(path: str | Path, checkpoint: Path) -> None:
-    """Checks that an adapter fits a model, before the model is loaded.
+    """Checks that an adapter can be added to a model. Reads the files of the model, not the loaded model.
 
     Args:
         path: a PEFT folder, or a run or checkpoint with an adapter.
         checkpoint: the model; a path that `resolve` returned.
 
     Raises:
-        UserError: there is no adapter, it does not fit the model, or it was trained on another base model.
+        UserError: the model has an adapter already; or there is no adapter to add, it does not fit the model, or it was
+            trained on another base model.
     """
+    if (own := read_record(checkpoint)) is not None:
+        what = f"the model has an adapter already, to which {path} cannot be added"
+        raise UserError(f"{what}; use the base model {own.base.path}, or merge the model (weft merge)", checkpoint)
     section, path = architecture(checkpoint), Path(path)
     if (path / ADAPTER_CONFIG).is_file() or not path.is_dir():
         if isinstance(section, CustomModelSection):
@@ -165,12 +169,9 @@ def check_adapter(path: str | Path, checkpoint: Path) -> None:
         base = _recorded(path)[1].base
     if base is None:
         return
-    own = read_record(checkpoint)
-    if own is not None and own.base.digest != base.digest:
-        raise UserError(f"this adapter was trained on {base.path}, but the model's base is {own.base.path}", path)
     files = sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in checkpoint.iterdir())
     key = (str(checkpoint.absolute()), tuple(files))  # hashing takes as long as loading: only once per model
-    if own is None and _DIGESTS.get(key) != base.digest:
+    if _DIGESTS.get(key) != base.digest:
         _DIGESTS[key] = check_digest(section, checkpoint, base)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.adapter_start import read_layers
+from weft.checkpoint.adapter_start import check_adapter, read_layers
 from weft.checkpoint.huggingface.peft_files import PeftAdapter
+from weft.checkpoint.load_model import checkpoint_of
 from weft.errors import UserError
+from weft.models.layers.lora import Lora
 from weft.models.low_rank import LowRank
 
 # Layers whose weights the model reads without calling the layer.
@@ -69,6 +72,11 @@ class Adapters:
             raise UserError(f"the engine has an adapter {name!r} already; remove it first, or choose another name")
         if not deltas:
             raise UserError(f"adapter {name!r} has no deltas; give at least one {{layer: LowRank(a, b, scale)}}")
+        if any(isinstance(getattr(module, "lora", None), Lora) for module in model.modules()):
+            raise UserError(
+                f"adapter {name!r}: the model has an adapter already, to which no other can be added; use its base "
+                "model, or merge the model (weft merge)"
+            )
         given: Any = _read(model, deltas) if isinstance(deltas, str | Path) else deltas
         found = {layer.removesuffix(".weight"): LowRank(*delta) for layer, delta in given.items()}
         prepared = {layer: _prepare(model, name, layer, delta) for layer, delta in found.items()}
@@ -103,6 +111,20 @@ class Adapters:
                 f"adapter {name!r} is used by {count} unfinished continuations; read them to their end or cancel them"
             )
         del self._by_name[name]
+
+
+def check_base(model: nn.Module, deltas: Deltas | str | Path) -> None:
+    """Checks the base model of an adapter in a folder, if `weft.load_model` loaded the model.
+
+    Hashes the files of the model, once.
+
+    Raises:
+        UserError: as `check_adapter`.
+    """
+    if not isinstance(deltas, str | Path) or type(model) in weakref.ProxyTypes:  # `weft.generate` checks by itself
+        return
+    if (checkpoint := checkpoint_of(model)) is not None:
+        check_adapter(deltas, checkpoint)
 
 
 def _read(model: nn.Module, folder: str | Path) -> dict[str, LowRank]:
@@ -160,10 +182,6 @@ def _prepare(model: nn.Module, name: str, layer: str, delta: LowRank) -> Change:
         if magnitude.shape != (sizes[1],):
             raise UserError(
                 f"adapter {name!r}: the magnitude of {layer} is {list(magnitude.shape)}; it must be [{sizes[1]}]"
-            )
-        if hasattr(linear, "lora"):
-            raise UserError(
-                f"adapter {name!r}: {layer} has an adapter already, to which DoRA cannot be added; {_MERGE}"
             )
         if not isinstance(linear.weight, torch.Tensor) or not linear.weight.is_floating_point():
             raise UserError(

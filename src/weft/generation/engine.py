@@ -14,7 +14,7 @@ from torch import nn
 from weft.config.model import ModelSection
 from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
 from weft.errors import UserError
-from weft.generation.adapters import Adapters, Deltas
+from weft.generation.adapters import Adapters, Deltas, check_base
 from weft.generation.allocation import BlockAllocator
 from weft.generation.cache import BLOCK
 from weft.generation.constraints import new_constraint
@@ -175,13 +175,14 @@ class Engine:
         Args:
             name: name of the adapter, to pass to `submit`.
             deltas: path of a folder that PEFT's `save_pretrained` wrote, or of a run with an adapter; or name of a
-                linear layer -> `weft.LowRank(a, b, scale)`, or a tuple of these values. The base model of a run is not
-                checked.
+                linear layer -> `weft.LowRank(a, b, scale)`, or a tuple of these values.
 
         Raises:
-            UserError: the name is in use, a key of `deltas` is not the name of a linear layer, a matrix has a wrong
-                shape, or the adapter in the folder does not fit the model.
+            UserError: the name is in use, the model has an adapter already, a key of `deltas` is not the name of a
+                linear layer, a matrix has a wrong shape, or the adapter in the folder does not fit the model or was
+                trained on another base model (checked for models from `weft.load_model`).
         """
+        check_base(self.model, deltas)  # before the lock: hashing takes as long as loading
         with self.lock:
             self._adapters.add(self.model, name, deltas)
 
