@@ -368,7 +368,7 @@ def test_an_answer_that_a_model_would_not_end_is_refused_unless_it_is_the_last_m
     documents, encoded = encode(encoder(folder, template, exact=exact), records)
     assert [reject.line for reject in encoded.rejects] == ([2, 3] if last_only else [])
     for reject in encoded.rejects:
-        assert "without a stop token" in reject.reason
+        assert "no stop token" in reject.reason
         assert "--train-on last" in reject.reason
     assert all(sum(mask) for _, mask in documents)
     _, encoded = encode(encoder(folder, template, exact=exact, train_on="last"), records)

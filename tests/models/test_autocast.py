@@ -5,7 +5,7 @@ import torch
 
 from weft.config.model import ExpertsSection, ModelSection
 from weft.models.build import build_model
-from weft.parallel.apply import fill
+from weft.models.initialize import initialize
 
 SHAPE = {
     "hidden_size": 64,
@@ -25,7 +25,7 @@ def test_autocast_computes_in_its_dtype_and_gives_float32_gradients(moe, inside)
     torch.manual_seed(0)
     family = "llama" if moe is None else "mixtral"
     model = build_model(ModelSection(family=family, **SHAPE, moe=moe))
-    fill(model, seed=0)
+    initialize(model, 0)
     tokens = torch.randint(0, 512, (2, 32))
     positions = torch.arange(32).repeat(2, 1)
     seen = []

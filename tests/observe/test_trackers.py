@@ -26,6 +26,15 @@ def test_names():
     }
 
 
+@pytest.fixture
+def first_files(monkeypatch):
+    """TensorBoard reads files of one second by the text of their number in the process: 10 would come before 9."""
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+
+
+@pytest.mark.usefixtures("first_files")
 def test_tensorboard_hides_the_steps_that_are_made_again(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -47,6 +56,7 @@ def test_tensorboard_hides_the_steps_that_are_made_again(tmp_path):
     assert text.tensor_proto.string_val[0] == b"    def main():\n        **bold**"
 
 
+@pytest.mark.usefixtures("first_files")
 def test_tensorboard_begins_again_where_nothing_was_saved(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
