@@ -78,6 +78,23 @@ def test_defaults_and_scales(write):
     assert RunConfig.load(write(None), check_data=False).adapter is None
 
 
+@pytest.mark.parametrize(("saved", "other"), [("nf4", None), ("nf4", "int8"), (None, "nf4")], ids=str)
+def test_an_adapter_goes_on_with_the_quantized_weights_of_its_run(write, tmp_path, saved, other):
+    checkpoint = tmp_path / "old" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.json").write_text(json.dumps(MODEL))
+    (checkpoint / "adapter.json").write_text(
+        json.dumps({"adapter": {**AdapterSection().model_dump(), "quantize": saved}})
+    )
+    source = {"from": str(tmp_path / "old")}
+    for adapter in (source, source | {"quantize": saved}):
+        file = write(adapter, {"intermediate_size": 32})
+        assert RunConfig.load(file, check_data=False).adapter.quantize == saved
+    found = problems(write(source | {"quantize": other}, {"intermediate_size": 32}))
+    ours, theirs = ("null" if one is None else one for one in (other, saved))
+    assert f"run.yaml:4: adapter.quantize: {ours} differs from the {theirs} of the adapter {tmp_path / 'old'}" in found
+
+
 def test_the_plan_shows_the_adapter(write, capsys):
     file = write({"r": 4, "targets": ["q_proj", "experts.up_proj"]}, MOE)
     assert main(["config", "check", str(file), "--no-data"]) == 0

@@ -60,7 +60,7 @@ class AdapterSection(Section):
     """
     from_: Folder | None = Field(None, alias="from")
     """Adapter with which the training starts: a run or checkpoint with an adapter, or a PEFT folder. It sets `r`,
-    `alpha`, `targets`, `rslora`, `dora` and `init`.
+    `alpha`, `targets`, `rslora`, `dora` and `init`; a run also sets `quantize`.
     """
     quantize: Literal["nf4", "int8"] | None = None
     """Format of the frozen weights of linear layers and experts, in groups of up to 64 weights with a common scale.

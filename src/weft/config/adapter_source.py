@@ -16,8 +16,8 @@ from weft.errors import Problem, UserError
 from weft.families import families
 from weft.families.peft_config import ADAPTER_CONFIG, ALL_LINEAR, PeftConfig, in_transformers, read_peft_config
 
-# Keys that the adapter sets.
-FIXED = ("r", "alpha", "targets", "rslora", "dora", "init")
+# Keys that the adapter of a run sets. PEFT's files do not say whether the base model was quantized.
+FIXED = ("r", "alpha", "targets", "rslora", "dora", "init", "quantize")
 _RECORD = "adapter.json"  # weft.checkpoint.checkpoint_files.ADAPTER
 
 
@@ -39,7 +39,8 @@ def resolve_adapter(tree: Node, problems: list[Problem]) -> Node:
     for key, value in keys.items():
         given = adapter.get(key)
         if given is not None and _differ(key, given.plain(), value, tree):
-            what = f"{given.plain()} differs from the {value} of the adapter {source.value}; remove the key"
+            ours, others = ("null" if one is None else one for one in (given.plain(), value))
+            what = f"{ours} differs from the {others} of the adapter {source.value}; remove the key"
             problems.append(given.problem(f"adapter.{key}", what))
     merged = merge(to_tree(keys, source, f"adapter {source.value}"), adapter)
     return Node({**tree.value, "adapter": merged}, tree.file, tree.line)
