@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from weft.config.run import RunConfig
 from weft.data.conversations.named_templates import NAMED
 from weft.data.raw.pack_sources import pack_sources
 from weft.data.stores.store import TokenStore
+from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import ConfigError, UserError
 from weft.parallel.world import start_world
 from weft.train.data import open_data
@@ -284,6 +286,30 @@ def test_mistakes_in_raw_data_are_one_line(raw_yaml, tmp_path, cache, content, d
     assert said in found
     assert "--" not in found.replace("--on-error skip", "")
     assert not [entry for entry in cache.glob("[!.]*") if entry.name != "digests"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [{"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "b"}},
+        {"question": "a", "chosen": "b"},
+        {"instruction": "a", "input": "c", "chosen": "b"},
+        {"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"chosen": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}]},
+    ],
+)
+def test_the_keys_named_for_preferences_learn_the_chosen_answer(raw_yaml, tmp_path, cache, record):
+    path = tmp_path / "my.jsonl"
+    path.write_text(json.dumps(record | {"rejected": record["chosen"]}))
+    layout, fields = re.search(
+        r"with data.layout: (\w+) and data.fields: (\{.*\})", refused(raw_yaml(train=str(path)))
+    ).groups()
+    config = prepared(raw_yaml(train=str(path)), f"data.layout={layout}", f"data.fields={fields}")
+    store = store_of(config)
+    text = Tokenizer.load(config.tokenizer).decode(store.document(0).tolist())
+    assert "assistant\nb<|im_end|>" in text
+    assert "user\na\nc<" in text if "input" in record else "user\na<" in text
 
 
 @pytest.mark.parametrize(

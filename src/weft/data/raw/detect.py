@@ -9,7 +9,8 @@ from pathlib import Path
 
 from weft.config.data import DataSection
 from weft.data.conversations.conversation_encoder import ConversationEncoder, ConversationSpec
-from weft.data.conversations.layouts import choose_layout, detect_layout
+from weft.data.conversations.layouts import RecordLayout, choose_layout, detect_layout
+from weft.data.conversations.messages import Record
 from weft.data.conversations.records import describe_encoding, first_records
 from weft.data.conversations.template import find_template
 from weft.data.packing.encoder import Encoder, TextEncoder
@@ -77,7 +78,7 @@ def detect(path: str, files: Files, data: DataSection, tokenizer: str | Path, le
     if layout.name == "preferences":
         raise UserError(
             "records of preferences, a chosen and a rejected answer each, which no built-in objective learns from; "
-            "use conversations, or learn from one answer, with data.layout: pairs and data.fields: {target: chosen}",
+            f"use conversations, or learn from one answer, with {_one_answer(records[0] if records else {}, layout)}",
             path,
         )
     encoder = ConversationEncoder(
@@ -92,6 +93,21 @@ def detect(path: str, files: Files, data: DataSection, tokenizer: str | Path, le
         )
     )
     return RawData(path, Path(tokenizer), files, Reading(records=True), encoder, describe_encoding(encoder))
+
+
+def _one_answer(record: Record, layout: RecordLayout) -> str:
+    """Returns the keys of `data` with which the chosen answer of a preference is learned, as in `record`."""
+    keys = layout.keys
+    chosen = record.get(keys["chosen"])
+    if isinstance(chosen, list) and chosen and isinstance(chosen[0], dict):
+        role = chosen[0].get("role", chosen[0].get("from"))
+        if role not in ("assistant", "gpt"):  # the full conversation
+            name = "messages" if "role" in chosen[0] else "sharegpt"
+            return f"data.layout: {name} and data.fields: {{messages: {keys['chosen']}}}"
+    if "instruction" in record:
+        return f"data.layout: alpaca and data.fields: {{output: {keys['chosen']}}}"
+    prompt = keys["messages"] if keys["messages"] in record else keys["prompt"]
+    return f"data.layout: pairs and data.fields: {{input: {prompt}, target: {keys['chosen']}}}"
 
 
 def _has_text(record: object, reading: Reading) -> bool:
