@@ -124,6 +124,10 @@ def test_dora_and_pissa_begin_as_the_base_model(write, tmp_path):
     u, s, v = torch.linalg.svd(weight, full_matrices=False)
     torch.testing.assert_close(2.0 * b @ a, u[:, :4] * s[:4] @ v[:4], rtol=0, atol=1e-5)
     torch.testing.assert_close(a.norm(dim=1), (s[:4] / 2).sqrt(), rtol=1e-4, atol=0)
+    loaded = weft.load_model(tmp_path / "runs" / "new", dtype=torch.bfloat16)
+    a, b = (values[f"layers.0.mlp.up_proj.lora_{kind}0"] for kind in "ab")  # not rounded, as in training
+    expected = (weight.bfloat16().float() - 2.0 * (b @ a)).bfloat16()
+    assert torch.equal(loaded.get_parameter("layers.0.mlp.up_proj.weight"), expected)
 
 
 def test_another_base_model_is_refused(write, tmp_path, capsys):

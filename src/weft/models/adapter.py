@@ -51,8 +51,10 @@ def add_adapter(
 ) -> None:
     """Adds the parameters of an adapter to the layers that `section` selects, and freezes all other parameters.
 
-    The new parameters are uninitialized, in the dtype and on the device of the layer's weight. With `section.quantize`,
-    the frozen weights of all linear layers and experts of the blocks are replaced by uninitialized quantized weights.
+    The new parameters are uninitialized, in the dtype and on the device of the layer's weight; the initial values that
+    PiSSA keeps have at least float32, so that their product is the product that training subtracted. With
+    `section.quantize`, the frozen weights of all linear layers and experts of the blocks are replaced by uninitialized
+    quantized weights.
 
     Args:
         model: an unsharded model with plain parameters, or a pipeline stage.
@@ -93,8 +95,9 @@ def _add_low_rank(module: Any, leaf: str, section: AdapterSection) -> None:
     if section.dora:
         _add(module, "lora_magnitude", weight, (weight.shape[0],))
     if section.init == "pissa":
-        _add(module, "lora_a0", weight, (section.r, weight.shape[1])).requires_grad_(False)
-        _add(module, "lora_b0", weight, (weight.shape[0], section.r)).requires_grad_(False)
+        for kind, shape in (("lora_a0", (section.r, weight.shape[1])), ("lora_b0", (weight.shape[0], section.r))):
+            exact = _add(module, kind, weight, shape).requires_grad_(False)
+            exact.data = exact.data.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _quantize(module: Any, name: str, how: str) -> None:
