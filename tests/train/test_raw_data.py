@@ -20,10 +20,12 @@ from running import QUIET, losses, train
 from weft.cli.main import main
 from weft.config.run import RunConfig
 from weft.data.conversations.named_templates import NAMED
-from weft.data.raw.pack_sources import pack_sources
+from weft.data.raw.cache import cached_store
+from weft.data.raw.pack_sources import detect_sources, pack_sources
 from weft.data.stores.store import TokenStore
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import ConfigError, UserError
+from weft.observe.console import Console
 from weft.parallel.world import start_world
 from weft.train.data import open_data
 
@@ -234,6 +236,20 @@ def test_a_resumed_run_notices_that_its_raw_file_changed(raw_yaml, alpaca, cache
     assert train(file, "training.steps=3") == 0
     (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: data.train changed")]
     assert "use --fresh to start over" in told
+
+
+def test_a_file_that_cannot_be_read_is_not_reported_as_a_full_disk(raw_yaml, alpaca, hf_folder, tmp_path, monkeypatch):
+    folder = shutil.copytree(hf_folder, tmp_path / "hf")
+    (raw,) = detect_sources(RunConfig.load(raw_yaml(train=str(alpaca)), [f"model.from={folder}"])).values()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="file/data: cannot be written: Not a directory; free space, or set WEFT_CACHE"):
+        cached_store(raw, Console(prints=False))
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").mkdir()
+    with pytest.raises(UserError, match=r"hf/tokenizer.json: cannot be read: Is a directory; check the file"):
+        cached_store(raw, Console(prints=False))
 
 
 @pytest.mark.parametrize("saved", ["dict", "parquet", "jsonl"])

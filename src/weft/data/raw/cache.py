@@ -28,12 +28,13 @@ def cached_store(raw: RawData, console: Console) -> Path:
         console: shows the progress of reading and packing.
 
     Raises:
-        UserError: a document is invalid, a file changed while it was packed, or the cache cannot be written.
+        UserError: a document is invalid, a file changed while it was packed, a file cannot be read, or the cache cannot
+            be written.
     """
     folder, stamps = cache_folder() / "data", file_stamps(raw.files)
+    out = folder / _key(raw, file_digests(raw.files, stamps, folder / "digests", console))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        out = folder / _key(raw, file_digests(raw.files, stamps, folder / "digests", console))
         with locked(folder / f".{out.name}.lock") as alone:
             if _usable(out):
                 return out
@@ -71,7 +72,11 @@ def _key(raw: RawData, digests: list[str]) -> str:
     A template can write the current date. The date is not part of the key, so that a run resumes with the same store
     on another day.
     """
-    identity = raw.encoder.identity() | {"date": None}
+    try:
+        identity = raw.encoder.identity() | {"date": None}
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}; check the file and its permissions"
+        raise UserError(what, error.filename or raw.tokenizer) from None
     formats = [detect_format(path) for path in raw.files]
     content = [VERSION, identity, asdict(raw.reading), formats, digests]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
