@@ -167,6 +167,8 @@ def document_error(what: str, unit: Unit, line: int | None) -> UserError:
 
 def reject_message(reject: Reject) -> str:
     """Returns the error message for a rejected document that stops the command, with the remedies."""
+    if "--chat-template" in reject.message:  # the template is wrong, not the document; the message has the remedy
+        return reject.message
     return f"{reject.message}; fix the input, or use --on-error skip to skip such documents"
 
 
