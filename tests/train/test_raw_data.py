@@ -344,7 +344,21 @@ def test_templates_that_teach_nothing_are_refused(raw_yaml, alpaca, hf_folder, t
     (folder / "chat_template.jinja").unlink()
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
-    assert said in refused(raw_yaml(train=str(alpaca)), f"model.from={folder}")
+    found = refused(raw_yaml(train=str(alpaca)), f"model.from={folder}")
+    assert said in found
+    assert "fix the input" not in found
+    assert "skip" not in found
+
+
+def test_data_without_a_document_name_the_key_and_the_remedy(raw_yaml, alpaca, tmp_path, cache):
+    found = refused(raw_yaml(train=str(alpaca), sequence_length=4))
+    assert found == (
+        "data.train: all 8 conversations are longer than 4 tokens; "
+        "raise data.sequence_length, or set data.overlong: truncate"
+    )
+    (tmp_path / "a.txt").write_bytes(b"\0")
+    found = refused(raw_yaml(train=str(tmp_path / "a.txt")))
+    assert found.startswith("data.train: no document in 1 file (skipped 1 binary)")
 
 
 def test_keys_and_paths_are_checked_before_anything_is_read(raw_yaml, alpaca, tmp_path, tiny_store, hf_folder, capsys):

@@ -16,20 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from weft.data.documents import Counts
 from weft.data.output_folder import STORE, check_out, publish
 from weft.data.packing.assemble import Assembly
 from weft.data.packing.encoder import Encoder, TextEncoder
 from weft.data.packing.part_files import DocumentFailure, Job, Part, Plan, WriteFailure, read_finished, remove_part
 from weft.data.packing.pool import InProcess, LocalPool, Pool, available_cores
-from weft.data.packing.request import check_rejected, lock_folder, make_request, read_existing
+from weft.data.packing.request import check_rejected, lock_folder, make_request, no_document, read_existing
 from weft.data.sources import Files, Reading, find_files, plan
-from weft.data.sources.find import format_counts
-from weft.data.sources.source_format import contents_by_format, document_error
+from weft.data.sources.source_format import document_error
 from weft.data.stores.store_json import write_store_json
 from weft.errors import UserError
 from weft.files import partial_path
-from weft.formatting import counted, progress
+from weft.formatting import progress
 from weft.observe.console import Console
 
 if TYPE_CHECKING:
@@ -298,7 +296,7 @@ class _PackJob:
         check_rejected(self.out, counts.rejected, self.encoder, fail=self.fail)
         if counts.documents == 0 and self.shard is None:
             shutil.rmtree(self._folder)
-            raise self._no_document(counts)
+            raise no_document(counts, self.files, self.reading, self.encoder)
         read = sum(source["documents"] for source in assembly.sources)
         rejected = sum(source["rejected"] for source in assembly.sources)
         expected = 2 * read if self.encoder.kind == "preferences" else read
@@ -332,18 +330,6 @@ class _PackJob:
             "made_from": request,
         }
         return write_store_json(self._folder / "store", stored)
-
-    def _no_document(self, counts: Counts) -> UserError:
-        reasons = [f"{reason}: {number:,}" for reason, number in counts.rejected.items()]
-        if skipped := counts.skipped_files + self.files.skipped:
-            reasons.append(f"skipped {format_counts(skipped)}")
-        held = set(contents_by_format(self.files, self.reading).values())
-        if self.reading.records:
-            wanted = "records of conversations"
-        else:
-            wanted = "text" if held == {"text"} else f"{'rows' if held <= {'rows'} else 'records'} with text"
-        why = ", ".join(reasons) or "all blank"
-        return UserError(f"no document in {counted(len(self.files), 'file')} ({why}); name files that contain {wanted}")
 
 
 def _write_error(reason: str | None, out: Path) -> UserError:

@@ -14,9 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from weft.data.documents import Counts
 from weft.data.output_folder import STORE, exists_already
 from weft.data.packing.encoder import Encoder
-from weft.data.sources import Reading
+from weft.data.sources import Files, Reading
+from weft.data.sources.find import format_counts
+from weft.data.sources.source_format import contents_by_format
 from weft.errors import UserError
 from weft.files import lock_exclusively, read_json, replace_file
 from weft.formatting import counted
@@ -73,6 +76,27 @@ def check_rejected(out: Path, rejected: Mapping[str, int], encoder: Encoder, *, 
         if fail and reason not in encoder.drops:
             what = f"an earlier pack with --on-error skip rejected {counted(number, 'document')} ({reason})"
             raise UserError(f"{what}; use --on-error skip again, or correct the input and use --overwrite", out)
+
+
+def no_document(counts: Counts, files: Files, reading: Reading, encoder: Encoder) -> UserError:
+    """Returns the error for files from which no document was packed, with the reasons in `counts`."""
+    skipped = counts.skipped_files + files.skipped
+    if len(counts.rejected) == 1 and not skipped:
+        ((reason, number),) = counts.rejected.items()
+        if reason in encoder.drops and reason.startswith("longer"):
+            noun = encoder.kind.removesuffix("s")
+            are = f"all {counted(number, noun)} are" if number > 1 else f"the only {noun} is"
+            return UserError(f"{are} {reason}; raise --max-tokens, or set --overlong truncate")
+    reasons = [f"{reason}: {number:,}" for reason, number in counts.rejected.items()]
+    if skipped:
+        reasons.append(f"skipped {format_counts(skipped)}")
+    held = set(contents_by_format(files, reading).values())
+    if reading.records:
+        wanted = "records of conversations"
+    else:
+        wanted = "text" if held == {"text"} else f"{'rows' if held <= {'rows'} else 'records'} with text"
+    why = ", ".join(reasons) or "all blank"
+    return UserError(f"no document in {counted(len(files), 'file')} ({why}); name files that contain {wanted}")
 
 
 def lock_folder(folder: Path, out: Path, request: dict[str, Any], *, overwrite: bool, keep: bool) -> int:

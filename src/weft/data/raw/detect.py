@@ -26,7 +26,8 @@ WORDS = {
     r"use --on-error skip to skip such documents": "skip such documents with `weft data pack --on-error skip`",
     r"--fields input=KEY,target=KEY": "data.fields: {input: KEY, target: KEY} (or {text: KEY} for texts)",
     r"; set another with --date": "",
-    r"--max-tokens \d+": "data.sequence_length",
+    r"--max-tokens\b( \d+)?": "data.sequence_length",
+    r"--overlong truncate": "data.overlong: truncate",
     r"--fields (\w+)=\.\.\.": r"data.fields.\1",
     r"--(chat-template|train-on|layout|fields|overlong)\b": lambda found: "data." + found[1].replace("-", "_"),
 }

@@ -53,7 +53,9 @@ def _pack_sources(config: RunConfig, console: Console, train: bool) -> RunConfig
                     console.warning(in_config_words(line))
             stores[key] = str(cached_store(raw, progress))
         except UserError as error:
-            raise UserError(in_config_words(error.what), error.where, error.line) from None
+            what = in_config_words(error.what)
+            place = f"{key}: " if error.where is None and not what.startswith("data.") else ""
+            raise UserError(place + what, error.where, error.line) from None
         _report(key, stores[key], console)
     data = config.data.packed_as(stores) if stores else config.data
     if data.packing is None and train:
