@@ -91,8 +91,9 @@ def test_an_adapter_goes_on_with_the_quantized_weights_of_its_run(write, tmp_pat
         file = write(adapter, {"intermediate_size": 32})
         assert RunConfig.load(file, check_data=False).adapter.quantize == saved
     found = problems(write(source | {"quantize": other}, {"intermediate_size": 32}))
-    ours, theirs = ("null" if one is None else one for one in (other, saved))
-    assert f"run.yaml:4: adapter.quantize: {ours} differs from the {theirs} of the adapter {tmp_path / 'old'}" in found
+    shown = ["null" if one is None else one for one in (other, saved)]
+    message = f"run.yaml:4: adapter.quantize: {shown[0]} differs from the {shown[1]} of the adapter"
+    assert f"{message} {tmp_path / 'old'}" in found
 
 
 def test_the_plan_shows_the_adapter(write, capsys):

@@ -39,8 +39,8 @@ def resolve_adapter(tree: Node, problems: list[Problem]) -> Node:
     for key, value in keys.items():
         given = adapter.get(key)
         if given is not None and _differ(key, given.plain(), value, tree):
-            ours, others = ("null" if one is None else one for one in (given.plain(), value))
-            what = f"{ours} differs from the {others} of the adapter {source.value}; remove the key"
+            first, second = ("null" if one is None else one for one in (given.plain(), value))
+            what = f"{first} differs from the {second} of the adapter {source.value}; remove the key"
             problems.append(given.problem(f"adapter.{key}", what))
     merged = merge(to_tree(keys, source, f"adapter {source.value}"), adapter)
     return Node({**tree.value, "adapter": merged}, tree.file, tree.line)
@@ -49,14 +49,14 @@ def resolve_adapter(tree: Node, problems: list[Problem]) -> Node:
 def _differ(key: str, given: Any, value: Any, tree: Node) -> bool:
     """Whether two values of a key of `adapter` differ. Targets are equal if they stand for the same layers."""
     try:
-        ours, theirs = (AdapterSection.model_validate({key: one}) for one in (given, value))
+        first, second = (AdapterSection.model_validate({key: one}) for one in (given, value))
         if key != "targets":
-            return getattr(ours, key) != getattr(theirs, key)
+            return getattr(first, key) != getattr(second, key)
         section = _decoder(tree)
         if section is None:
-            return set(ours.targets) != set(theirs.targets)  # the layers are not known, only their names
+            return set(first.targets) != set(second.targets)  # the layers are not known, only their names
         layers = decoder_layers(section)
-        chosen, expected = (adapted_layers(one, layers, [*filter(is_stacked, layers)]) for one in (ours, theirs))
+        chosen, expected = (adapted_layers(one, layers, [*filter(is_stacked, layers)]) for one in (first, second))
         return chosen != expected
     except (ValidationError, UserError):  # reported by the validation of the section
         return False
@@ -95,7 +95,7 @@ def _peft_keys(config: PeftConfig, tree: Node) -> dict[str, Any]:
         targets, rank = _targets_of_hf(config), config.rank
     else:
         names = _names(section, decoder_layers(section))
-        chosen = [name for name, theirs in names.items() if _changes(config, name, theirs)]
+        chosen = [name for name, hf_name in names.items() if _changes(config, name, hf_name)]
         if not chosen:
             raise UserError("target_modules match no layer of this model that can have an adapter", config.path)
         targets, rank = _shortened(chosen, list(names)), max(config.rank_of(names[name]) for name in chosen)
@@ -130,18 +130,18 @@ def _names(section: ModelSection, layers: dict[str, LayerShape]) -> dict[str, st
         weight = table.get(name.replace(f"layers.{number}.", "layers.{n}.", 1))
         if weight is None:
             continue
-        theirs = in_transformers(weight.hf_name.replace("{n}", number))
-        if is_stacked(name) and "{e}" in theirs:
-            module = theirs.partition(".{e}.")[0]
-            theirs = f"{module}.{'down_proj' if name.endswith('.down_proj') else 'gate_up_proj'}"
-        found[name] = theirs
+        hf_name = in_transformers(weight.hf_name.replace("{n}", number))
+        if is_stacked(name) and "{e}" in hf_name:
+            module = hf_name.partition(".{e}.")[0]
+            hf_name = f"{module}.{'down_proj' if name.endswith('.down_proj') else 'gate_up_proj'}"
+        found[name] = hf_name
     return found
 
 
-def _changes(config: PeftConfig, name: str, theirs: str) -> bool:
+def _changes(config: PeftConfig, name: str, hf_name: str) -> bool:
     if not is_stacked(name):
-        return config.targets(theirs, None)
-    return config.targets_parameter(theirs)
+        return config.targets(hf_name, None)
+    return config.targets_parameter(hf_name)
 
 
 def _shortened(chosen: list[str], every: list[str]) -> list[str]:
@@ -149,6 +149,6 @@ def _shortened(chosen: list[str], every: list[str]) -> list[str]:
     found = []
     for name in chosen:
         ending = name.split(".", 2)[2]
-        whole = all(one in chosen for one in every if one.endswith(f".{ending}"))
-        found.append(ending if whole else name)
+        complete = all(one in chosen for one in every if one.endswith(f".{ending}"))
+        found.append(ending if complete else name)
     return list(dict.fromkeys(found))
