@@ -9,11 +9,13 @@ from weft.config.adapter import AdapterSection, decoder_layers, is_stacked, laye
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.models.adapter import add_adapter, initial_adapter_value, is_adapter, linear_layers, quantized_weights
+from weft.models.build import matmul_parameters
 from weft.models.decoder import Decoder
 from weft.models.initialize import initialize
 from weft.models.layers.blockwise import block_size, dequantize_blocks, quantize_blocks
 from weft.models.layers.lora import full_weight
 from weft.models.low_rank import LowRank
+from weft.models.sharding import find_rule
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -281,3 +283,20 @@ def test_loss_and_gradients_are_those_of_peft(tmp_path, keys):
     for name, parameter in pairs.items():
         torch.testing.assert_close(own[name].grad, parameter.grad, rtol=0, atol=5e-6, msg=name)
         assert parameter.grad.abs().max() > 1e-3, name
+
+
+def test_a_custom_parameter_whose_name_ends_like_scales_is_none():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = torch.nn.Parameter(torch.ones(4, 6))
+            self.proj_scale = torch.nn.Parameter(torch.ones(4, 2))
+
+    model = Scaled()
+    assert not quantized_weights(model)
+    assert matmul_parameters(model) == 4 * 6 + 4 * 2
+    assert [find_rule({"*.q_scale": 1, "*.q": 0}, name) for name in ("a.q", "a.q_scale", "a.k_scale")] == [0, 1, None]
+    assert find_rule({"*.q": 0}, "a.q_scale") is None
+    table = {"*.o_proj.weight": 1, "*.experts.down_proj": 2}
+    assert find_rule(table, "a.o_proj.weight_scale") == 1
+    assert find_rule(table, "a.experts.down_proj_scale") == 2

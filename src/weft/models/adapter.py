@@ -120,11 +120,11 @@ def _quantize(module: Any, name: str, how: str) -> None:
 
 def quantized_weights(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor, str]]:
     """Returns the quantized weights of a model, sharded or not: name -> codes, scales, and the format."""
-    tensors = dict(model.named_parameters())
+    tensors, formats = dict(model.named_parameters()), {dtype: how for how, dtype in FORMATS.items()}
     return {
-        name: (tensor, tensors[f"{name}_scale"], next(how for how, dtype in FORMATS.items() if dtype == tensor.dtype))
+        name: (tensor, tensors[f"{name}_scale"], formats[tensor.dtype])
         for name, tensor in tensors.items()
-        if f"{name}_scale" in tensors
+        if tensor.dtype in formats and f"{name}_scale" in tensors
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -28,12 +30,18 @@ def build_model(section: ModelSection | TransformersModelSection | CustomModelSe
     return load_class(section, "model")(**section.arguments)
 
 
-def parameter_size(name: str, parameter: torch.Tensor) -> int:
-    """Returns the number of the model's parameters that a tensor stands for.
+def parameter_size(name: str, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Returns the number of the model's parameters that the tensor `name` of `tensors` stands for.
 
     A quantized weight counts like the weight. Its scales, and the initial values that PiSSA keeps, do not count.
+
+    Args:
+        name: the name of the tensor.
+        tensors: name -> tensor, for all parameters of the model or of the module that has the tensor.
     """
-    if name.endswith(("_scale", "lora_a0", "lora_b0")):
+    parameter, weight = tensors[name], tensors.get(name.removesuffix("_scale"))
+    of_weight = weight is not None and weight is not parameter and weight.dtype in PACKED
+    if of_weight or name.endswith(("lora_a0", "lora_b0")):
         return 0
     return parameter.numel() * PACKED.get(parameter.dtype, 1)
 
@@ -68,8 +76,9 @@ def _multiplied(model: nn.Module) -> dict[nn.Parameter, int]:
         if isinstance(module, nn.Embedding) and module is not head:
             continue
         chosen = config.moe.num_experts_per_tok if config and config.moe and isinstance(module, Experts) else None
-        for name, parameter in module.named_parameters(recurse=False):
+        tensors = dict(module.named_parameters(recurse=False))
+        for name, parameter in tensors.items():
             if parameter.dim() >= 2 and not name.endswith("bias"):  # experts have a bias each
-                size = parameter_size(name, parameter)
+                size = parameter_size(name, tensors)
                 found[parameter] = size if chosen is None else size // parameter.shape[0] * chosen
     return found

@@ -78,10 +78,11 @@ def find_rule(table: dict[str, ShardingRule], name: str) -> ShardingRule | None:
     The rules of an adapter's parameters follow from the rule of the layer's weight: where the weight's outputs are
     sharded, so are the outputs of B and the magnitudes of DoRA; where its inputs are sharded, so are the inputs of A.
     """
-    if name.endswith("_scale"):  # of a quantized weight
-        name = name.removesuffix("_scale")
     if (adapter := layer_of(name)) is None:
-        return next((rule for pattern, rule in table.items() if fnmatchcase(name, pattern)), None)
+        rule = next((rule for pattern, rule in table.items() if fnmatchcase(name, pattern)), None)
+        weight = name.removesuffix("_scale")  # the scales of a quantized weight are sharded like the weight
+        scales = weight != name and (weight.endswith(".weight") or is_stacked(weight))
+        return find_rule(table, weight) if rule is None and scales else rule
     layer, kind = adapter
     outputs = 1 if is_stacked(layer) else 0  # dimension of the outputs in the weight
     rule = find_rule(table, layer if is_stacked(layer) else f"{layer}.weight")

@@ -67,7 +67,8 @@ class Recorder:
         self.skips = 0  # skipped updates of this session
         self.closed_at_end: list[JsonLines | Tracking] = []
         self.bar: SilentProgress | None = None
-        sizes = [(parameter_size(name, p), p.requires_grad) for name, p in model.named_parameters()]
+        tensors = dict(model.named_parameters())
+        sizes = [(parameter_size(name, tensors), p.requires_grad) for name, p in tensors.items()]
         counts = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
         parameters, trained, frozen = map(int, world.sum_stages(*counts, frozen_matmul_parameters(model)))
         matmul = matmul_parameters(model)
