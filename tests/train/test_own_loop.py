@@ -333,6 +333,21 @@ def test_a_callback_ends_the_loop_where_fit_would_end(own, tiny_heldout):
     assert (outcome.status, outcome.step) == ("stopped-early", 3)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_does_not_count_in_the_size_of_the_noise(own, side):
+    mask = torch.arange(16) < torch.tensor([[4], [16]])
+    mask = mask if side == "right" else mask.flip(1)
+    with weft.Trainer(own(objective={"type": "sft", "neftune": 3.0}), batches="global") as trainer:
+        torch.nn.init.zeros_(trainer.model.embed_tokens.weight)
+        seen = []
+        trainer.model.embed_tokens.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
+        trainer.step({"tokens": tokens(0, 2), "attention_mask": mask})
+    for row, noise in enumerate(torch.cat(seen)):
+        inside = noise[mask[row]].abs()
+        most = 3.0 / inside.numel() ** 0.5
+        assert 0.95 * most < inside.max() <= most * 1.001
+
+
 def test_to_close_an_unused_trainer_does_nothing(own, tmp_path):
     trainer = weft.Trainer(own(), batches="global")
     assert trainer.close() is None

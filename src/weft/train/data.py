@@ -107,7 +107,8 @@ def layout_of(objective: object, config: RunConfig) -> Layout:
     if not isinstance(sequences, int) or sequences < 1:
         raise UserError(f"objective: {name}.sequences_per_sample must be an integer >= 1, but is {sequences!r}")
     weigh_documents = bool(getattr(objective, "weigh_documents", False))
-    return Layout(dict(fields), sequences, getattr(config.model, "vocab_size", None), weigh_documents)
+    noise = bool(getattr(objective, "embedding_noise", 0.0))  # its size depends on the number of tokens
+    return Layout(dict(fields), sequences, getattr(config.model, "vocab_size", None), weigh_documents, noise)
 
 
 def open_data(config: RunConfig, world: World, console: Console | None = None, layout: Layout = PLAIN) -> Data:

@@ -80,7 +80,8 @@ def _convert(given: Mapping[str, Any], layout: Layout) -> Batch:
             raise ValueError(f"{key} has shape {arrays[key].shape}, but {name} has {tokens.shape}")
     mask = _mask(arrays.pop(MASK)) if MASK in arrays else None
     learned = _labels(arrays, name, mask)
-    if mask is not None and "segments" not in arrays and not mask[..., 0].all():  # padding on the left
+    if mask is not None and "segments" not in arrays and not (mask if layout.separate_padding else mask[..., 0]).all():
+        # Without `separate_padding` only for padding on the left: causal attention ignores padding on the right.
         arrays["segments"] = mask.astype(np.int64)
     found = with_defaults(arrays, lead)
     if learned is not None:

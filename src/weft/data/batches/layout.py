@@ -58,12 +58,15 @@ class Layout:
             and never separated.
         vocab_size: size of the vocabulary; None if unknown. All ids must be less than the size.
         weigh_documents: whether the weights of a document's tokens are divided by their sum (`Batch.weigh_documents`).
+        separate_padding: whether padding on the right gets a segment of its own, as padding on the left always does, so
+            that it does not count as tokens of the document.
     """
 
     fields: Mapping[str, Field] = field(default_factory=dict)
     sequences: int = 1
     vocab_size: int | None = None
     weigh_documents: bool = False
+    separate_padding: bool = False
 
     @property
     def lead(self) -> tuple[int, ...]:
