@@ -173,6 +173,7 @@ def test_quantized_weights_are_the_nearest_values(how):
     found = dequantize_blocks(codes, scale.double())
     torch.testing.assert_close((found - weight).abs(), best.flatten(-2), rtol=0, atol=2e-6)
     assert not found[0, 0].any()
+    torch.testing.assert_close(dequantize_blocks(codes, scale).double(), found, rtol=2**-7, atol=0)
     weight[1, 2, 3] = torch.nan
     with pytest.raises(UserError, match="infinite or NaN"):
         quantize_blocks(weight, how)

@@ -110,9 +110,10 @@ def merge_weights(
 
 
 def dequantized_weights(section: Section, base: Weights, how: str) -> Weights:
-    """Returns the weights of a base model as a run with `adapter.quantize` computes with them.
+    """Returns the weights of a base model with the quantization error of a run with `adapter.quantize`.
 
-    The linear layers and experts of the blocks are quantized and dequantized when they are read, in float32.
+    The linear layers and experts of the blocks are quantized and dequantized when they are read, in float32. A run in
+    bfloat16 computes with the same weights, rounded.
 
     Args:
         section: the model's section.

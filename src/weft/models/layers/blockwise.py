@@ -4,7 +4,8 @@
 of the block (QLoRA; Dettmers et al., 2023). `int8`: each weight is an integer from -127 to 127, times the scale.
 
 A block is a part of a row, so that matrices can be sharded along both dimensions. Its size depends only on the number
-of columns. Scales are rounded to bfloat16, so that dequantized weights do not depend on the compute dtype.
+of columns. Scales are rounded to bfloat16, so that codes and scales do not depend on the compute dtype. Weights are
+dequantized in the compute dtype: in bfloat16, they differ from those in float32 by rounding, at most by 1 part in 128.
 
 Backward dequantizes the weight again, instead of keeping it.
 """
@@ -63,7 +64,7 @@ def quantize_blocks(weight: torch.Tensor, how: str) -> tuple[torch.Tensor, torch
 
 
 def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Returns the weight `[..., in]` that `quantize_blocks` has quantized, in the dtype of `scale`."""
+    """Returns the weight `[..., in]` that `quantize_blocks` has quantized, computed in the dtype of `scale`."""
     if codes.dtype == torch.int8:
         values = codes.to(scale.dtype)
     else:
