@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
-from weft.config.suggest import did_you_mean
+from weft.config.suggest import did_you_mean, nearest
 from weft.errors import UserError
 
 
@@ -33,7 +33,13 @@ def raise_if_unmatched(key: str, patterns: Iterable[str], names: Collection[str]
         if not any(matches(name, pattern) for name in names):
             parts = [name.split(".") for name in names]
             known = {".".join(part[:end]) for part in parts for end in range(1, len(part) + 1)}  # with names of modules
-            near = did_you_mean(pattern, sorted(known), cutoff=0.5) or "; correct the pattern"
+            near = did_you_mean(pattern, sorted(known), cutoff=0.5) or _near_part(pattern, known)
             raise UserError(
                 f"{key}: {pattern!r} matches no parameter's name{near} (`weft profile --structure` shows all names)"
             )
+
+
+def _near_part(pattern: str, known: Collection[str]) -> str:
+    """Returns the hint for a pattern that is similar to a part of a name only: `*lora_B*` to the part `lora_b`."""
+    part = nearest(pattern.replace("*", "").strip("."), sorted({name.rpartition(".")[2] for name in known}))
+    return f"; did you mean '*.{part}'?" if part else "; correct the pattern"
