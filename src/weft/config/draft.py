@@ -32,6 +32,7 @@ from weft.errors import Problem, UserError
 _SIZE = "a size of the decoder, or a preset, such as preset: llama-60m"
 REQUIRED = {
     "model": "the model to train, such as model: llama-60m",
+    "data.train.type": "module:Class of a custom dataset (a mixture is a list of {store: PATH, weight: ...} instead)",
     **dict.fromkeys(("model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads"), _SIZE),
 }
 
@@ -313,9 +314,8 @@ class Draft:
             self.problems.append(error.node.problem(error.key, f"required argument of {component.name}; add the key"))
         else:
             known = descriptions(Component) | descriptions(self._sections.get(above, self.kind))
-            described = known.get(name, "A value")
-            purpose = described[0].lower() + described[1:].partition(". ")[0].rstrip(".")
-            self.report(error.key, f"required: {REQUIRED.get(error.key, purpose)}; add it")
+            purpose = known.get(name, "A value").partition(". ")[0].rstrip(".")
+            self.report(error.key, f"required: {REQUIRED.get(error.key, purpose[0].lower() + purpose[1:])}; add it")
 
     def _may_be_set(self, key: str) -> bool:
         """Whether a missing key may be in the file under a misspelled name, or in a file that could not be read."""
