@@ -361,6 +361,26 @@ def test_data_without_a_document_name_the_key_and_the_remedy(raw_yaml, alpaca, t
     assert found.startswith("data.train: no document in 1 file (skipped 1 binary)")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b"", "PATH: empty, no record"),
+        ("a.json", b"[]", "PATH: empty, no record"),
+        ("a.json", b"[1, 2, 3]", "PATH:1: not a JSON object"),
+        ("a.json", b'"hello"', "not a JSON object"),
+        ("a.json", bytes(range(128, 256)), "PATH: truncated or broken JSON"),
+        ("a.csv", b"instruction;input;output\na;b;c\n", "separated by semicolons ('instruction;input;output')"),
+        ("a.json", b'{"data": [{"instruction": "a", "output": "b"}]}', "the records are in the list 'data'"),
+    ],
+)
+def test_files_without_records_are_refused_for_that_reason(raw_yaml, tmp_path, name, content, said):
+    path = tmp_path / name
+    path.write_bytes(content)
+    found = refused(raw_yaml(train=str(path)))
+    assert found.startswith("data.train: ")
+    assert said.replace("PATH", str(path)) in found
+
+
 def test_keys_and_paths_are_checked_before_anything_is_read(raw_yaml, alpaca, tmp_path, tiny_store, hf_folder, capsys):
     def told(*overrides, **data):
         with pytest.raises(ConfigError) as caught:
@@ -373,6 +393,9 @@ def test_keys_and_paths_are_checked_before_anything_is_read(raw_yaml, alpaca, tm
     assert "none.json: no such token store or file; check the path" in found
     (found,) = told(train=str(tmp_path / "*.nothing"))
     assert "no file matches this pattern" in found
+    (found,) = told(train={"a": {"path": str(alpaca), "weight": 1}})
+    assert "data.train.type: required: " in found
+    assert "list of {store: PATH, weight: ...}" in found
     (found,) = told(train="-")
     assert "the standard input can be read only once" in found
     file = raw_yaml(train=str(alpaca), validation={"texts": str(alpaca)})

@@ -157,7 +157,7 @@ def report_lengths(out: str | Path, console: Console) -> None:
 
 def _layout(args: argparse.Namespace, files: Sequence[Path], reading: Reading) -> RecordLayout:
     from weft.data.conversations.layouts import choose_layout
-    from weft.data.conversations.records import first_records
+    from weft.data.conversations.records import first_records, raise_if_no_record
     from weft.errors import UserError
 
     fields = {}
@@ -172,7 +172,10 @@ def _layout(args: argparse.Namespace, files: Sequence[Path], reading: Reading) -
         if args.layout is None:
             raise UserError(f"the layout of standard input cannot be detected; give --layout {'|'.join(LAYOUTS)}")
         return choose_layout([], args.layout, fields)
-    return choose_layout(first_records(files, reading), args.layout, fields)
+    records = first_records(files, reading)
+    if args.layout is None and not records:
+        raise_if_no_record(files, reading)
+    return choose_layout(records, args.layout, fields)
 
 
 def _variables(text: str | None) -> dict[str, Any]:

@@ -115,6 +115,20 @@ def choose_layout(
     name = name or detect_layout(records, fields)
     if name is None:
         seen = ", ".join(map(repr, list(records[0])[:8])) if records else "no record"
+        first = records[0] if records else {}
+        inner = next(
+            (
+                key
+                for key, value in first.items()
+                if isinstance(value, list)
+                and detect_layout([item for item in value[:1] if isinstance(item, dict)], fields)
+            ),
+            None,
+        )
+        if inner is not None:
+            raise UserError(f"the records are in the list {inner!r} of an object; write that list to a file of its own")
+        if len(first) == 1 and ";" in next(iter(first)):
+            raise UserError(f"the columns are separated by semicolons ({seen}); separate them by commas")
         raise UserError(
             f"the first records have no known layout (their keys: {seen}); "
             f"set --layout to one of {', '.join(LAYOUTS)}, "

@@ -11,7 +11,7 @@ from weft.config.data import DataSection
 from weft.data.conversations.conversation_encoder import ConversationEncoder, ConversationSpec
 from weft.data.conversations.layouts import RecordLayout, choose_layout, detect_layout
 from weft.data.conversations.messages import Record
-from weft.data.conversations.records import describe_encoding, first_records
+from weft.data.conversations.records import describe_encoding, first_records, raise_if_no_record
 from weft.data.conversations.template import find_template
 from weft.data.packing.encoder import Encoder, TextEncoder
 from weft.data.sources import Files, Reading, Unfit, make_extractor
@@ -75,6 +75,8 @@ def detect(path: str, files: Files, data: DataSection, tokenizer: str | Path, le
         what = "plain text" if contents == {"text"} else f"texts in the field {reading.field!r}"
         what = f"{counted(len(files), 'file')} of {what}" if len(files) > 1 else what
         return RawData(path, Path(tokenizer), files, reading, TextEncoder(Path(tokenizer)), what)
+    if name is None and not records:
+        raise_if_no_record(files, Reading(records=True))
     layout = choose_layout(records, name, fields)
     if layout.name == "preferences":
         raise UserError(
