@@ -381,6 +381,14 @@ def test_files_without_records_are_refused_for_that_reason(raw_yaml, tmp_path, n
     assert said.replace("PATH", str(path)) in found
 
 
+def test_empty_answers_are_counted_in_a_warning(raw_yaml, alpaca, cache, capsys):
+    alpaca.write_text(json.dumps([*RECORDS[:2], RECORDS[3], RECORDS[3] | {"output": ""}]))
+    assert train(raw_yaml(train=str(alpaca)), "training.steps=1") == 0
+    warned = [line for line in capsys.readouterr().err.splitlines() if "empty answer" in line]
+    (line,) = warned
+    assert line.startswith("warning: data.train: 1 conversation of 4: with an empty answer")
+
+
 def test_keys_and_paths_are_checked_before_anything_is_read(raw_yaml, alpaca, tmp_path, tiny_store, hf_folder, capsys):
     def told(*overrides, **data):
         with pytest.raises(ConfigError) as caught:

@@ -155,6 +155,7 @@ class ConversationEncoder:
         rendered: list[_Rendered] = []
         lines: list[int | None] = []
         rejects: list[Reject] = []
+        empty = 0
         for document in documents:
             try:
                 if not isinstance(document.value, dict):
@@ -162,16 +163,26 @@ class ConversationEncoder:
                 conversations = read_record(document.value, self.spec.layout)
                 rendered += [self._render(conversation) for conversation in conversations]
                 lines.append(document.line)
+                empty += sum(map(self._has_empty_answer, conversations))
             except Unfit as bad:
                 rejects.append(Reject(document.line, bad.reason, bad.hint))
         ids, lengths, mask = self._spans.encode([one.text for one in rendered], [one.spans for one in rendered])
         ids, lengths, mask = _append_eod(ids, lengths, mask, tokenizer.eod_id, [one.learn_end for one in rendered])
         encoded = Encoded(ids, lengths, mask.view(np.uint8), rejects)
+        if empty:
+            encoded.notes["with an empty answer, of which only the end is learned"] += empty
         sizes = np.array([self._size(one.text) for one in rendered], np.int64)
         if self.spec.max_tokens is not None:
             sizes = self._shorten(encoded, lines, sizes)
         encoded.bytes = int(sizes.sum())
         return encoded
+
+    def _has_empty_answer(self, conversation: Conversation) -> bool:
+        """Whether a message that is trained on has no text, and no tool call or reasoning either."""
+        learned = conversation.learned[-1:] if self.spec.train_on == "last" else conversation.learned
+        messages = [conversation.messages[number] for number in learned]
+        rest = ("role", "name", "weight")
+        return any(not any(message[key] for key in message if key not in rest) for message in messages)
 
     def _size(self, text: str) -> int:
         """Returns the number of UTF-8 bytes of a text. An end-of-document token at the text's end is not counted."""
