@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-parallel test-generation lint format package-check bench bench-data bench-models bench-parallel docs site gpu-check clean
+.PHONY: help install quickstart test test-parallel test-generation lint format package-check bench bench-data bench-models bench-parallel bench-tuning docs site gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,6 +106,19 @@ bench-parallel: $(STAMP) ## measure several processes, beside Accelerate, transf
 	@for file in $(filter-out benchmarks/parallel_gpu.py,$(wildcard benchmarks/parallel_*.py)); do \
 	  .venv/bin/python $$file --out $(OUT) $(BENCH) || exit; \
 	done
+
+bench-tuning: $(STAMP) .venv-trl/.installed ## measure supervised fine-tuning beside TRL (BENCH="--quick" and the like)
+	@.venv/bin/python benchmarks/tune_sft.py --trl-python .venv-trl/bin/python --out $(OUT) $(BENCH)
+
+# TRL is installed without its dependencies, which it gets from .venv.
+.venv-trl/.installed: $(STAMP) benchmarks/peers/trl-requirements.txt
+	@echo "Installing TRL into .venv-trl (once) ..."
+	@rm -f $@
+	@.venv/bin/python -m venv --clear .venv-trl
+	@.venv-trl/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r benchmarks/peers/trl-requirements.txt
+	@where='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	  .venv/bin/python -c "$$where" > "$$(.venv-trl/bin/python -c "$$where")/shared.pth"
+	@touch $@
 
 docs: $(STAMP) ## write docs/configuration.md again from the schema, docs/models.md from the families, and the table of memory
 	@.venv/bin/weft config schema --markdown > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
