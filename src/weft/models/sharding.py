@@ -79,7 +79,8 @@ def find_rule(table: dict[str, ShardingRule], name: str) -> ShardingRule | None:
     sharded, so are the outputs of B and the magnitudes of DoRA; where its inputs are sharded, so are the inputs of A.
     """
     if (adapter := layer_of(name)) is None:
-        rule = next((rule for pattern, rule in table.items() if fnmatchcase(name, pattern)), None)
+        rules: list[ShardingRule] = [rule for pattern, rule in table.items() if fnmatchcase(name, pattern)]
+        rule = rules[0] if rules else None
         weight = name.removesuffix("_scale")  # the scales of a quantized weight are sharded like the weight
         scales = weight != name and (weight.endswith(".weight") or is_stacked(weight))
         return find_rule(table, weight) if rule is None and scales else rule
