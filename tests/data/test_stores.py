@@ -173,10 +173,13 @@ def test_filter_by_text_and_the_bytes_that_are_left(tmp_path, tiny_store, tiny_t
     from weft.data.tokenizers.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(tiny_tokenizer)
-    (tmp_path / "texts.py").write_text("def short(text):\n    return len(text) < 200\n")
+    (tmp_path / "short_texts.py").write_text("def short(text):\n    return len(text) < 200\n")
     monkeypatch.chdir(tmp_path)
-    assert weft("filter", tiny_store, "--out", "out", "--function", "texts:short") == 2
-    assert weft("filter", tiny_store, "--out", "out", "--function", "texts:short", "--tokenizer", tiny_tokenizer) == 0
+    assert weft("filter", tiny_store, "--out", "out", "--function", "short_texts:short") == 2
+    assert (
+        weft("filter", tiny_store, "--out", "out", "--function", "short_texts:short", "--tokenizer", tiny_tokenizer)
+        == 0
+    )
     texts = [tokenizer.decode(ids[:-1]) for ids in documents(tiny_store)]
     kept = [tokenizer.decode(ids[:-1]) for ids in documents("out")]
     assert kept == [text for text in texts if len(text) < 200]
