@@ -12,13 +12,11 @@ from torch import nn
 
 from weft.checkpoint import checkpoint_files as files
 from weft.config.adapter import AdapterSection
+from weft.config.adapter_source import FIXED
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
 from weft.files import read_json
 from weft.parallel.model_state import BaseModel, state_of
-
-# Keys of the section `adapter` that must not change when a run resumes.
-_FIXED = ("r", "alpha", "targets", "rslora", "dora", "init", "quantize")
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def saved_record(checkpoint: Path, section: AdapterSection) -> AdapterRecord:
     if record is None:
         what = "this run was started without an adapter; give the run another name, or remove the section adapter"
         raise UserError(what, checkpoint)
-    for key in _FIXED:
+    for key in FIXED:
         saved, given = getattr(record.section, key), getattr(section, key)
         if saved != given:
             raise UserError(

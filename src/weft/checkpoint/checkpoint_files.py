@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from weft.config.adapter import RECORD as ADAPTER  # noqa: F401 (one of the names of files below)
 from weft.files import remove
 from weft.processes import usable_cores
 
@@ -24,7 +25,6 @@ INDEX = "index.json"
 OPTIMIZER = "optimizer.json"
 MODEL = "model.json"
 STATE = "state.json"
-ADAPTER = "adapter.json"  # only in checkpoints of adapters, which do not contain the weights of the base model
 # In an imported folder: the content of config.json and generation_config.json, which the export writes again.
 ORIGIN = "huggingface.json"
 

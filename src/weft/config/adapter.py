@@ -18,6 +18,7 @@ from weft.errors import UserError
 # stacked experts their names follow the name of the stacked weight, such as `experts.gate_proj_lora_a`.
 # `lora_a0` and `lora_b0` are the initial values of PiSSA, whose product is subtracted from the base weight.
 TENSORS = ("lora_a", "lora_b", "lora_magnitude", "lora_a0", "lora_b0")
+RECORD = "adapter.json"  # only in checkpoints of adapters, which do not contain the weights of the base model
 STACKED = ("gate_proj", "up_proj", "down_proj")  # the stacked weights of a layer's experts
 MULTIPLE = 16  # of which the number of inputs of a quantized layer must be a multiple
 ROUTERS = ("router", "gate")  # linear layers that choose experts, which no adapter changes

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from weft.config.adapter import AdapterSection, LayerShape, adapted_layers, decoder_layers, is_stacked
+from weft.config.adapter import RECORD, AdapterSection, LayerShape, adapted_layers, decoder_layers, is_stacked
 from weft.config.model import ModelSection
 from weft.config.model_source import newest_checkpoint, to_tree
 from weft.config.tree import Node, merge, wrong_folder_hint
@@ -16,9 +16,9 @@ from weft.errors import Problem, UserError
 from weft.families import families
 from weft.families.peft_config import ADAPTER_CONFIG, ALL_LINEAR, PeftConfig, in_transformers, read_peft_config
 
-# Keys that the adapter of a run sets. PEFT's files do not say whether the base model was quantized.
+# Keys that the adapter of a run sets, and that must not change when the run resumes. PEFT's files do not say whether
+# the base model was quantized.
 FIXED = ("r", "alpha", "targets", "rslora", "dora", "init", "quantize")
-_RECORD = "adapter.json"  # weft.checkpoint.checkpoint_files.ADAPTER
 
 
 def resolve_adapter(tree: Node, problems: list[Problem]) -> Node:
@@ -77,13 +77,13 @@ def _keys(tree: Node, source: Node, path: Path) -> dict[str, Any]:
     if isinstance(found, str):
         raise UserError(found, path)
     try:
-        content = json.loads((found / _RECORD).read_bytes())["adapter"]
+        content = json.loads((found / RECORD).read_bytes())["adapter"]
         return {key: content[key] for key in FIXED}
     except FileNotFoundError:
         what = "this is neither a run with an adapter nor a folder of PEFT; use one of these, or remove adapter.from"
         raise UserError(what, path) from None
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError("the record of the adapter cannot be read; use another checkpoint", found / _RECORD) from None
+        raise UserError("the record of the adapter cannot be read; use another checkpoint", found / RECORD) from None
 
 
 def _peft_keys(config: PeftConfig, tree: Node) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import orjson
 
 from weft.data.conversations.endings import SAMPLE, first_token
 from weft.data.conversations.layouts import Conversation, choose_layout, read_record
+from weft.data.conversations.messages import join_parts
 from weft.data.conversations.template import ChatTemplate
 from weft.data.documents import Counts, Reject
 from weft.data.sources import Reading, find_files, read_all
@@ -139,7 +140,7 @@ class Chat:
                 the conversation. The current conversation is then unchanged.
         """
         loaded, before = read_conversation(Path(path)), (self.messages, self.tools, self.variables, self.system)
-        first, *rest = messages = [_join_parts(message) for message in loaded.messages]
+        first, *rest = messages = [join_parts(message) for message in loaded.messages]
         system = first["content"] if first["role"] == "system" else None
         self.messages, self.tools, self.variables = messages if system is None else rest, loaded.tools, loaded.variables
         try:
@@ -268,8 +269,3 @@ def read_conversation(path: Path) -> Conversation:
 
 def _system_message(text: str | None) -> Messages:
     return [] if text is None else [{"role": "system", "content": text}]
-
-
-def _join_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    return message if not isinstance(content, list) else message | {"content": "".join(p["text"] for p in content)}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.config.adapter import STACKED
 from weft.errors import UserError
 from weft.kernels.cross_entropy import cap, logprobs_of_logits
 from weft.models.decoder import Decoder
@@ -18,7 +19,6 @@ from weft.models.quantized import BITS, QuantizedLinear, QuantizedWeight
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)  # in float16, sums of integers would overflow
 _ROUTERS = ("router", "gate")  # rounding must not change the choice of experts
-_STACKED = ("gate_proj", "up_proj", "down_proj")  # of `Experts`
 _LOGITS = 1 << 24  # number of logits that are computed at a time
 
 
@@ -52,7 +52,7 @@ def quantize(model: Any, how: str) -> None:
         setattr(parent, name, QuantizedLinear(_quantized(linear.weight, bits), linear.bias))
     for module in model.modules():
         if isinstance(module, Experts):
-            for name in _STACKED:
+            for name in STACKED:
                 weight = getattr(module, name)
                 delattr(module, name)
                 setattr(module, name, _quantized(weight, bits))

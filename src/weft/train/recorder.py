@@ -298,14 +298,14 @@ class Recorder:
             f"step {step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite. The update was not made"
         )
         remedy = (
-            "ower optimizer.lr, lengthen the warm-up or lower training.grad_clip"
+            "optimizer.lr, lengthen the warm-up or lower training.grad_clip"
             f"{', compute in bfloat16' if self.config.training.dtype == 'float16' else ''}"
         )
         if isinstance(self.source, GivenBatches):
-            raise error_on_all_ranks(f"{what}; l{remedy}, or skip this batch")
+            raise error_on_all_ranks(f"{what}; lower {remedy}, or skip this batch")
         samples = self.source.samples(step)
         self.console.warning(
-            f"{what}; the checkpoint of step {step} has the weights before it. L{remedy}, "
+            f"{what}; the checkpoint of step {step} has the weights before it. Lower {remedy}, "
             f"then run the same command again (samples of this batch: {samples[0]:,} to {samples[-1]:,})"
         )
 

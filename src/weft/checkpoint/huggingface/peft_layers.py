@@ -11,6 +11,7 @@ from torch import nn
 
 from weft.checkpoint.huggingface.folder import names_in_files
 from weft.checkpoint.huggingface.slices import transformed
+from weft.config.adapter import STACKED
 from weft.config.model import ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.families.peft_config import in_transformers
@@ -18,8 +19,6 @@ from weft.models.build import build_model
 from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import Transform, invert, saved_tensors
 from weft.models.layers.moe import Router
-
-_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def _of_decoder(section: ModelSection) -> PeftModel:
         decoder = Decoder(section)
     shapes = {name: tuple(tensor.shape) for name, tensor in saved_tensors(decoder).items()}
     linear = {f"{name}.weight" for name, module in decoder.named_modules() if isinstance(module, nn.Linear | Router)}
-    stacked = {name for name in shapes if name.rpartition(".")[2] in _EXPERTS and len(shapes[name]) == 3}
+    stacked = {name for name in shapes if name.rpartition(".")[2] in STACKED and len(shapes[name]) == 3}
     layers, weights = {}, {}
     for external, targets in names_in_files(section).items():
         name = in_transformers(external)

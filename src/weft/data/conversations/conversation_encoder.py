@@ -15,6 +15,7 @@ import numpy as np
 
 from weft.data.conversations.endings import raise_if_endless
 from weft.data.conversations.layouts import Conversation, RecordLayout, read_record
+from weft.data.conversations.messages import join_parts
 from weft.data.conversations.spans import SpanEncoder
 from weft.data.conversations.template import ChatTemplate, TemplateSource, special_tokens
 from weft.data.documents import Document, Reject
@@ -190,7 +191,7 @@ class ConversationEncoder:
 
     def _render(self, conversation: Conversation) -> _Rendered:
         if not self._template.takes_parts and any(type(m.get("content")) is list for m in conversation.messages):
-            conversation = replace(conversation, messages=[_join_parts(message) for message in conversation.messages])
+            conversation = replace(conversation, messages=[join_parts(message) for message in conversation.messages])
         messages, tools, variables = conversation.messages, conversation.tools, conversation.variables
         text, spans = self._template.render(messages, tools, variables)
         if self.spec.train_on == "all":
@@ -317,14 +318,6 @@ def _find_start(base: str, before: str, text: str) -> int | None:
             break
         shared += 1
     return before.rfind("\n", len(base), len(base) + shared) + 1 or None
-
-
-def _join_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Joins the text parts of a message's content to one text, for templates that do not support parts."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return message | {"content": "".join(part["text"] for part in content)}
 
 
 def _append_eod(

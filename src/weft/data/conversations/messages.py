@@ -125,3 +125,11 @@ def parse_json(text: Any, reason: str) -> Any:
         return orjson.loads(text)
     except (orjson.JSONDecodeError, TypeError):
         raise Unfit(reason, str(text)[:60]) from None
+
+
+def join_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Joins the text parts of a message's content to one text, for templates that do not support parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return message | {"content": "".join(part["text"] for part in content)}
