@@ -88,14 +88,14 @@ bench-data: $(STAMP) .venv-modalities/.installed ## measure packing and loading 
 	@.venv/bin/python benchmarks/data_loader.py --out $(OUT) $(BENCH)
 	@.venv/bin/python benchmarks/data_best_fit.py --out $(OUT) $(BENCH)
 
-# Modalities asks for packages that the project does without; of torch and the like it gets .venv's.
-.venv-modalities/.installed: $(STAMP) benchmarks/peers/modalities-requirements.txt
-	@echo "Installing modalities into .venv-modalities (once) ..."
+# These peers ask for packages that the project does without; of torch and the like they get .venv's.
+.venv-%/.installed: $(STAMP) benchmarks/peers/%-requirements.txt
+	@echo "Installing $* into .venv-$* (once) ..."
 	@rm -f $@
-	@.venv/bin/python -m venv --clear .venv-modalities
-	@.venv-modalities/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r benchmarks/peers/modalities-requirements.txt
+	@.venv/bin/python -m venv --clear .venv-$*
+	@.venv-$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r benchmarks/peers/$*-requirements.txt
 	@where='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-	  .venv/bin/python -c "$$where" > "$$(.venv-modalities/bin/python -c "$$where")/shared.pth"
+	  .venv/bin/python -c "$$where" > "$$(.venv-$*/bin/python -c "$$where")/shared.pth"
 	@touch $@
 
 bench-models: $(STAMP) ## measure each family and Hugging Face files beside transformers (BENCH="--quick" and the like)
@@ -109,16 +109,6 @@ bench-parallel: $(STAMP) ## measure several processes, beside Accelerate, transf
 
 bench-tuning: $(STAMP) .venv-trl/.installed ## measure supervised fine-tuning beside TRL (BENCH="--quick" and the like)
 	@.venv/bin/python benchmarks/tune_sft.py --trl-python .venv-trl/bin/python --out $(OUT) $(BENCH)
-
-# TRL is installed without its dependencies, which it gets from .venv.
-.venv-trl/.installed: $(STAMP) benchmarks/peers/trl-requirements.txt
-	@echo "Installing TRL into .venv-trl (once) ..."
-	@rm -f $@
-	@.venv/bin/python -m venv --clear .venv-trl
-	@.venv-trl/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r benchmarks/peers/trl-requirements.txt
-	@where='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-	  .venv/bin/python -c "$$where" > "$$(.venv-trl/bin/python -c "$$where")/shared.pth"
-	@touch $@
 
 docs: $(STAMP) ## write docs/configuration.md again from the schema, docs/models.md from the families, and the table of memory
 	@.venv/bin/weft config schema --markdown > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md

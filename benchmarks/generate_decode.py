@@ -8,16 +8,13 @@ environment with llama-cpp-python and gguf (see peers/decode_llama_cpp.py); with
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import available_cores, processor, slug, write_results  # noqa: E402
+from common import available_cores, processor, run_peer, slug, write_results  # noqa: E402
 
 SHAPES = {
     "40m": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1408},
@@ -59,12 +56,7 @@ def measure(peer: str, shape: dict, args: argparse.Namespace) -> dict:
     shape = {**shape, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False}
     shape["num_key_value_heads"] = shape["num_attention_heads"]
     asked = {"shape": shape, "dtype": dtype, "threads": args.threads, "batches": BATCHES, "tokens": args.tokens}
-    command = [str(python), str(HERE / "peers" / program), json.dumps(asked | settings)]
-    environment = os.environ | {"PYTHONPATH": str(HERE.parent / "src"), "OMP_NUM_THREADS": str(args.threads)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(f"{peer}: {done.stdout[-500:]}{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_peer(python, program, asked | settings)
 
 
 def table(found: dict, args: argparse.Namespace) -> str:

@@ -9,17 +9,15 @@ without padding. The first steps are not timed. The peers take turns, and the ta
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import SHAPES, available_cores, processor, slug, write_results  # noqa: E402
+from common import SHAPES, available_cores, processor, run_peer, slug, write_results  # noqa: E402
 from corpus import make_jsonl  # noqa: E402
 
 TEMPLATE = (
@@ -82,17 +80,6 @@ def make_model(folder: Path, size: str, records: Path) -> None:
     llama(SHAPES[size]).save_pretrained(folder)
 
 
-def measure(peer: str, asked: dict, args: argparse.Namespace) -> dict:
-    """Returns `seconds` of the timed steps, their share of the `tokens`, and `peak_bytes`."""
-    python = args.trl_python if peer == "TRL" else sys.executable
-    environment = os.environ | {"PYTHONPATH": str(HERE.parent / "src"), "OMP_NUM_THREADS": str(args.threads)}
-    command = [str(python), str(HERE / "peers" / PEERS[peer]), json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=asked["work"])
-    if done.returncode:
-        raise SystemExit(f"{peer}: {done.stdout[-1500:]}{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def table(found: dict, args: argparse.Namespace) -> str:
     lines = [
         "# Supervised fine-tuning",
@@ -115,6 +102,7 @@ def table(found: dict, args: argparse.Namespace) -> str:
 
 def main() -> None:
     args = arguments()
+    pythons = {"TRL": args.trl_python, "Weft": sys.executable}
     found: dict = {case: {peer: [] for peer in PEERS} for case in CASES}
     with tempfile.TemporaryDirectory() as folder:
         records, model = Path(folder) / "records.jsonl", Path(folder) / "model"
@@ -124,7 +112,7 @@ def main() -> None:
         for _ in range(args.rounds):
             for case, settings in CASES.items():
                 for peer in PEERS:
-                    found[case][peer].append(measure(peer, asked | settings, args))
+                    found[case][peer].append(run_peer(pythons[peer], PEERS[peer], asked | settings, folder))
                     print(case, peer, found[case][peer][-1], flush=True)
     write_results(args.out, f"tune_sft-{slug(processor())}", table(found, args), found)
 

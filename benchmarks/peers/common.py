@@ -208,6 +208,17 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((R|TM)\)", "", device).lower()).strip("-")
 
 
+def run_peer(python: Path | str, program: str, asked: dict, work: str | None = None) -> dict:
+    """Runs a program of this folder, in the folder `work`, and returns what it prints as its last line."""
+    here = Path(__file__).resolve().parent
+    environment = os.environ | {"PYTHONPATH": str(here.parents[1] / "src"), "OMP_NUM_THREADS": str(asked["threads"])}
+    command = [str(python), str(here / program), json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=work)
+    if done.returncode:
+        raise SystemExit(f"{program}: {done.stdout[-1500:]}{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def mesh_options(description: str, quick: str) -> argparse.Namespace:
     """Of a benchmark that takes many meshes, each in a process of its own; `job`: what this one is asked, or None."""
     parser = argparse.ArgumentParser(description=description)
