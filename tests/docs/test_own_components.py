@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tutorial import check_style, losses
 
 from weft.cli.main import main
 from weft.config.components import COMPONENT_KINDS
@@ -37,10 +38,6 @@ def page(tmp_path, monkeypatch):
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
-def losses(run):
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_each_component_has_a_short_example_in_the_houses_style(page):
     rooms = {"optimizer", "schedule", "objective", "callback", "metric", "tracker"}
     modules = {f"my_{room}.py" for room in ("data", *rooms)}
@@ -49,13 +46,7 @@ def test_each_component_has_a_short_example_in_the_houses_style(page):
     assert {room for room in COMPONENT_KINDS if f"my_{room}.py" in modules} == rooms
     for name in modules | more:
         assert len(FILES[name].splitlines()) <= (20 if name in modules else 24), name
-    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent))
-    if ruff is None:
-        pytest.skip("ruff is not installed")
-    for command in (["check"], ["format", "--check"]):
-        command = [ruff, *command, "--no-cache", "--config", str(ROOT / "pyproject.toml"), "."]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
+    check_style()
 
 
 def test_the_examples_are_one_run_also_on_two_ranks_and_resumed(page):

@@ -13,7 +13,7 @@ import types
 from pathlib import Path
 
 import pytest
-from tutorial import DOCS, commands, files
+from tutorial import DOCS, check_style, commands, files, losses
 
 import weft
 
@@ -33,20 +33,10 @@ def page(tmp_path, monkeypatch):
     sys.modules.pop("my_rewards", None)
 
 
-def losses(run):
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_the_files_are_short_and_in_the_houses_style(page):
     assert set(FILES) == {"run.yaml", "my_loop.py", "my_rewards.py", "my_reward_loop.py", "my_fabric.py"}
     assert all(len(text.splitlines()) <= 24 for text in FILES.values())
-    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent))
-    if ruff is None:
-        pytest.skip("ruff is not installed")
-    for command in (["check"], ["format", "--check"]):
-        command = [ruff, *command, "--no-cache", "--config", str(ROOT / "pyproject.toml"), "."]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
+    check_style()
 
 
 def test_the_loop_is_the_same_on_two_ranks_and_resumes(page, capfd):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -37,3 +43,19 @@ def commands(text: str) -> list[Command]:
             else:
                 found[-1].output.append(line)
     return found
+
+
+def losses(run: Path) -> list[float]:
+    """The losses of a run's steps."""
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_style() -> None:
+    """Checks that the files of the working directory are in the house's style, by ruff."""
+    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent))
+    if ruff is None:
+        pytest.skip("ruff is not installed")
+    for command in (["check"], ["format", "--check"]):
+        command = [ruff, *command, "--no-cache", "--config", str(ROOT / "pyproject.toml"), "."]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
