@@ -1,6 +1,7 @@
 """What the launcher does with ranks that fail, hang or are slow to stop; they are small programs here."""
 
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -151,12 +152,13 @@ def test_no_rank_is_left_where_another_cannot_be_started(launch, monkeypatch):
         return started[0]
 
     monkeypatch.setattr(subprocess, "Popen", limited)
+    gc.collect()  # descriptors of earlier tests' garbage would close between the two counts
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UserError) as caught:
         launch("time.sleep(60)")
     assert str(caught.value).startswith("rank 1 of 2 cannot be started: Resource temporarily unavailable; use fewer")
     assert started[0].poll() == -signal.SIGKILL
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_ranks_get_the_environment_of_torchrun(launch, tmp_path):
