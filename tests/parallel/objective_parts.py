@@ -1,4 +1,4 @@
-"""An objective on pairs with fields of its own and forwards beside the usual one, and data for it."""
+"""Objectives on pairs with fields of their own and forwards beside the usual one, and data for them."""
 
 import numpy as np
 from torch.nn.functional import logsigmoid
@@ -26,6 +26,60 @@ class Pairs:
             "margin": chooser.random(2),
             "picture": chooser.integers(0, 255, (2, 3, 4)),
         }
+
+
+class Packed:
+    """Two items of two documents a sequence, then padding; a reward of each document, an answer of each but one."""
+
+    def __init__(self, *, count: int = 64, length: int = 32):
+        self.count, self.length = count, length
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        chooser = np.random.default_rng([13, index])
+        segments = np.sort(chooser.choice(np.arange(1, self.length), 4, replace=False))
+        segments = (np.arange(self.length)[:, None] >= segments).sum(1)
+        positions = np.arange(self.length) - np.searchsorted(segments, segments)
+        weight = (chooser.random(self.length) < 0.6) & (segments < (2 if index % 3 else 4))
+        return {
+            "tokens": chooser.integers(0, 256, self.length),
+            "weight": weight.astype(np.float32),
+            "segments": segments,
+            "positions": positions,
+            "reward": chooser.random(5)[segments],
+        }
+
+
+class Documents:
+    """The first document of each item is to be likelier than the second, by a margin of the difference of rewards."""
+
+    scalars = ("accuracy", "chosen")
+
+    def __init__(self):
+        self.fields = {"reward": Field(dtype="float64", per_document=True)}
+
+    def inputs(self, batch):
+        return {part: getattr(batch, part) for part in PARTS}
+
+    def weight(self, batch):
+        return batch.by_item(batch.learned_documents).all(-1).sum()
+
+    def prepare(self, forward, batch):
+        return {"old": batch.document_sums(forward(self.inputs(batch)) * batch.weight)}
+
+    def loss(self, outputs, batch):
+        counts = batch.by_item(batch.learned_documents).all(-1) * batch.share
+        lengths = batch.document_sums(batch.weight).clamp(min=1)
+        each = batch.document_sums(outputs * batch.weight) + 0.3 * batch.extra["old"]
+        score = batch.by_item(each / lengths - batch.document_values("reward"))
+        apart = score[..., 0] - score[..., 1]
+        scalars = {
+            "accuracy": (((apart > 0) * counts).sum(), counts.sum()),
+            "chosen": ((score[..., 0] * counts).sum(), counts.sum()),
+        }
+        return Loss(-(logsigmoid(apart) * counts).sum(), scalars)
 
 
 class Preference:

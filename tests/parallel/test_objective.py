@@ -9,6 +9,7 @@ from matrix import WITHIN, Case, ranks_of, write_run
 from pool import RanksFailed
 
 PAIRS = {"type": "objective_parts:Pairs"}
+PACKED = {"type": "objective_parts:Packed"}
 SCALARS = ("accuracy", "chosen", "validation_accuracy", "validation_chosen")
 
 
@@ -58,6 +59,38 @@ def test_pairs_on_a_mesh_are_those_of_one_process(runner, one, mesh, micro, obje
     difference = compare(one, run)
     assert difference.largest <= WITHIN, difference.wrong()
     assert scalars(run) == pytest.approx(scalars(one), rel=0, abs=WITHIN)
+
+
+def train_documents(runner, name, mesh, micro):
+    """Three steps of five sequences with two items each, of which a third has both answers."""
+    file = write_run(
+        runner.folder,
+        Case("gqa", "plain", mesh),
+        name=name,
+        objective={"type": "objective_parts:Documents"},
+        data={"train": PACKED, "validation": {**PACKED, "count": 5}},
+        training={"batch_tokens": 5 * 32, "micro_batch_size": micro},
+        validation={"every": 3, "micro_batch_size": 2},
+    )
+    runner.pool.run(file, ranks_of(mesh), fresh=True, seconds=60)
+    return Run(runner.folder / name)
+
+
+@pytest.fixture(scope="module")
+def packed(runner):
+    return train_documents(runner, "documents-alone", {}, 5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "micro"),
+    [({"dp_shard": 2, "cp": 2}, 2), ({"pp": 2, "cp": 2, "cp_method": "all_gather"}, 1), ({"dp_shard": 2}, 1)],
+    ids=str,
+)
+def test_items_of_packed_documents_on_a_mesh_are_those_of_one_process(runner, packed, mesh, micro):
+    run = train_documents(runner, "documents-on-a-mesh", mesh, micro)
+    difference = compare(packed, run)
+    assert difference.largest <= WITHIN, difference.wrong()
+    assert scalars(run) == pytest.approx(scalars(packed), rel=0, abs=WITHIN)
 
 
 def test_several_forwards_with_gradient_are_refused_with_a_pipeline(runner):

@@ -64,7 +64,7 @@ class EmbeddingNoise:
     def _draw(self, batch: Batch, output: torch.Tensor) -> torch.Tensor:
         """Returns the noise of this rank's tokens. Has the shape of `output`, and at least float32."""
         seq, hidden, device = batch.tokens.shape[1], output.shape[-1], output.device
-        lengths = batch.sum_documents(torch.ones(batch.tokens.shape, dtype=torch.float64))
+        lengths = batch.at_tokens(batch.document_sums(torch.ones(batch.tokens.shape)))
         positions = torch.arange(seq, device=device)
         if self.sequence_shard is not None:
             positions = self.sequence_shard.positions(seq, batch.segments is not None, device)

@@ -29,6 +29,13 @@ class Batch:
         share: fraction of each sequence's tokens on this rank: 1, or 1 / cp with context parallelism.
         sum_over_ranks: function that sums a tensor over the ranks among which these sequences are sharded; None without
             context parallelism.
+        local_segments: with context parallelism, `segments` of this rank's tokens only, because `segments` itself
+            covers the full sequences.
+        documents: number of columns of tensors with one value per document: the largest index in `segments`, plus 1.
+            Slices of a batch keep the number.
+
+    Raises:
+        ValueError: `segments` has a negative index.
     """
 
     tokens: torch.Tensor
@@ -41,6 +48,14 @@ class Batch:
     layout: Layout = PLAIN
     share: float = 1.0
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
+    local_segments: torch.Tensor | None = None
+    documents: int = 0
+
+    def __post_init__(self):
+        if not self.documents:  # a new batch, on the CPU; its slices and copies on a device keep the number
+            self.documents = 1 if self.segments is None else int(self.segments.max()) + 1
+            if self.segments is not None and self.segments.min() < 0:
+                raise ValueError("segments must be 0 or more")
 
     # ---- for objectives
 
@@ -61,19 +76,57 @@ class Batch:
         total = values.sum(1)
         return total if self.sum_over_ranks is None else self.sum_over_ranks(total)
 
-    def sum_documents(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns for each token the sum of `values` `[batch, seq]` over the token's document, `[batch, seq]`.
+    def document_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of `values` `[batch, seq]` over the tokens of each document, float64 `[batch, documents]`.
 
-        Without `segments`, a sequence is one document. The batch must have complete sequences: with context parallelism
-        a shard does not have all tokens of a document.
+        Column `d` is the document whose tokens have index `d` in `segments`; without `segments`, a sequence is one
+        document. Padding may have a column, too: see `learned_documents`.
+
+        With context parallelism, this includes the tokens on other ranks, and all ranks get the same sums. Objectives
+        must multiply what they compute of a document by `share`, so that each document counts once. Differentiable.
         """
-        if self.segments is None:
-            return values.sum(1, keepdim=True).expand_as(values)
-        first = self.segments.min()
-        rows = torch.arange(len(values), device=values.device).unsqueeze(1)
-        keys = rows * (self.segments.max() - first + 1) + self.segments - first  # differ between documents
-        distinct, documents = keys.unique(return_inverse=True)
-        return values.new_zeros(len(distinct)).index_add(0, documents.flatten(), values.flatten())[documents]
+        values, segments = values.to(torch.float64), self._segments
+        if segments is None:
+            sums = values.sum(1, keepdim=True)
+        else:
+            rows = torch.arange(len(values), device=values.device).unsqueeze(1)
+            keys = (rows * self.documents + segments).flatten()
+            # index_add of one dimension has a deterministic implementation on GPUs.
+            sums = values.new_zeros(len(values) * self.documents).index_add(0, keys, values.flatten())
+            sums = sums.view(-1, self.documents)
+        return sums if self.sum_over_ranks is None else self.sum_over_ranks(sums)
+
+    def document_values(self, name: str) -> torch.Tensor:
+        """Returns the value that each document has in the field `name`, float64 `[batch, documents]`.
+
+        The objective must declare the field with `Field(per_document=True)`, so that `extra[name]` is the document's
+        value at each of its tokens. Columns without tokens are 0.
+        """
+        values = self.extra[name]
+        # The mean of equal values is exact: float64 has room for the sum of 2 ** 29 equal float32 numbers.
+        return self.document_sums(values) / self.document_sums(torch.ones_like(values)).clamp(min=1)
+
+    @property
+    def learned_documents(self) -> torch.Tensor:
+        """Whether each document has a token with loss, bool `[batch, documents]`. False for padding."""
+        return self.document_sums(self.weight > 0) > 0
+
+    def at_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the value of each token's document, `[batch, seq]`. `values` is `[batch, documents]`."""
+        segments = self._segments
+        return values.expand(-1, self.tokens.shape[1]) if segments is None else values.gather(1, segments)
+
+    def by_item(self, values: torch.Tensor, n: int = 2) -> torch.Tensor:
+        """Reshapes `values` from `[batch, documents]` to `[batch, items, n]`. An item is `n` adjacent documents.
+
+        Item `k` is the documents `n * k` to `n * k + n - 1` of the sequence. If the number of columns is not a multiple
+        of `n`, columns of 0 (False) are appended.
+        """
+        return torch.nn.functional.pad(values, (0, -values.shape[1] % n)).unflatten(1, (-1, n))
+
+    @property
+    def _segments(self) -> torch.Tensor | None:
+        return self.segments if self.local_segments is None else self.local_segments
 
     def by_sample(self, values: torch.Tensor) -> torch.Tensor:
         """Reshapes `values` from `[batch, ...]` to `[samples, sequences per sample, ...]`."""
@@ -87,7 +140,7 @@ class Batch:
         So the weights of a document add up to 1, or to 0 if no token of the document has loss.
         """
         weight = self.weight.to(torch.float64)
-        total = self.sum_documents(weight)
+        total = self.at_tokens(self.document_sums(weight))
         return replace(self, weight=weight / total.masked_fill(total == 0, 1.0))
 
     def split(self, size: int) -> list[Batch]:
@@ -163,7 +216,7 @@ class Batch:
                 dimension of tokens.
             others: function for all other tensors; its argument is the tensor.
         """
-        tensors = {name: getattr(self, name) for name in TOKEN_KEYS}
+        tensors = {name: getattr(self, name) for name in (*TOKEN_KEYS, "local_segments")}
         dims = {name: field.seq_dim for name, field in self.layout.fields.items()}
         return replace(
             self,

@@ -89,7 +89,7 @@ def _convert(given: Mapping[str, Any], layout: Layout) -> Batch:
     if "segments" in arrays:
         _separate(found, given)
     _check_ids(found, layout)
-    extra = {key: _field(key, given[key], layout, tokens.shape[-1], lead) for key in layout.fields}
+    extra = {key: _field(key, given[key], layout, found) for key in layout.fields}
     tensors = {
         key: torch.from_numpy(array.reshape(-1, *array.shape[len(lead) :])) for key, array in (found | extra).items()
     }
@@ -123,9 +123,12 @@ def _array(key: str, value: Any) -> np.ndarray:
         raise ValueError(f"{key} cannot be converted to an array ({error})") from None
 
 
-def _field(key: str, value: Any, layout: Layout, seq: int, lead: tuple[int, ...]) -> np.ndarray:
+def _field(key: str, value: Any, layout: Layout, found: Arrays) -> np.ndarray:
+    *lead, seq = found["tokens"].shape
     try:
-        return layout.fields[key].convert(_array(key, value), seq, lead)
+        array = layout.fields[key].convert(_array(key, value), seq, tuple(lead))
+        layout.fields[key].check_documents(array, found.get("segments"))
+        return array
     except (TypeError, ValueError) as error:
         raise ValueError(f"{key} {error}") from None
 

@@ -20,10 +20,18 @@ class Field:
         seq_dim: index of the dimension that has one entry per token; None if no dimension has. The index refers to the
             value of one sequence, without batch dimension.
         dtype: NumPy name of the dtype.
+        per_document: whether each document has one number, such as a label or a reward. Samples have the document's
+            number at each of its tokens, `[seq]`, or a single number for all documents of the sequence.
+            `Batch.document_values` returns the numbers. Token stores can have such fields.
     """
 
     seq_dim: int | None = None
     dtype: str = "float32"
+    per_document: bool = False
+
+    def __post_init__(self):
+        if self.per_document:
+            object.__setattr__(self, "seq_dim", 0)
 
     def convert(self, value: Any, seq: int, lead: tuple[int, ...]) -> np.ndarray:
         """Converts one sample's value of the field to an array `[*lead, ...]` of the declared dtype.
@@ -42,10 +50,28 @@ class Field:
             raise ValueError(
                 f"has shape {array.shape}; its first dimension must be {lead[0]}, the number of sequences per sample"
             )
+        if self.per_document and array.ndim == len(lead):
+            array = np.repeat(array[..., None], seq, -1)
         inner = array.shape[len(lead) :]
+        if self.per_document and len(inner) != 1:
+            raise ValueError(f"has shape {array.shape}; a document has one number, given at each of its tokens")
         if self.seq_dim is not None and (len(inner) <= self.seq_dim or inner[self.seq_dim] != seq):
             raise ValueError(f"has shape {array.shape}; dimension {self.seq_dim + len(lead)} must have {seq} tokens")
         return array.astype(wanted)
+
+    def check_documents(self, array: np.ndarray, segments: np.ndarray | None) -> None:
+        """Raises ValueError if a field with `per_document` has several values in a document.
+
+        Args:
+            array: values of the field, `[..., seq]`.
+            segments: index of each token's document, `[..., seq]`; None if each sequence is one document.
+        """
+        if self.per_document:
+            changes = array[..., 1:] != array[..., :-1]
+            if segments is not None:
+                changes &= segments[..., 1:] == segments[..., :-1]
+            if changes.any():
+                raise ValueError("has several values in a document; give the same value at each of its tokens")
 
 
 @dataclass(frozen=True)

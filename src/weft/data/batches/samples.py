@@ -176,6 +176,7 @@ def _read_sample(dataset: Dataset, index: int, layout: Layout) -> Arrays:
         for key, declared_field in layout.fields.items():
             try:
                 sample[key] = declared_field.convert(given[key], sample["tokens"].shape[-1], layout.lead)
+                declared_field.check_documents(sample[key], sample.get("segments"))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{key} {error}") from None
     except (TypeError, ValueError) as error:
@@ -208,6 +209,8 @@ def with_defaults(given: Mapping[str, Any], lead: tuple[int, ...]) -> Arrays:
             raise ValueError(f"{key} has shape {array.shape}, but tokens has {tokens.shape}")
     if not (sample["weight"] >= 0).all():
         raise ValueError("every weight must be 0 or more")
+    if "segments" in sample:
+        sample["segments"] = index_documents(sample["segments"])
     if "labels" not in given:
         sample["weight"][..., -1] = 0  # the token after the last one is unknown
     ignored = sample["labels"] == IGNORED
@@ -215,6 +218,17 @@ def with_defaults(given: Mapping[str, Any], lead: tuple[int, ...]) -> Arrays:
     if (lowest := min(sample["tokens"].min(), sample["labels"].min())) < 0:
         raise ValueError(f"{lowest} is neither a token id nor {IGNORED} (which marks a label without loss)")
     return sample
+
+
+def index_documents(segments: np.ndarray) -> np.ndarray:
+    """Returns segments `[..., seq]` as indices of documents: at least 0, at most seq, ascending in each sequence.
+
+    A document is a run of equal segments. If the segments are not such indices, the result is the index of each run.
+    """
+    steps = np.diff(segments)
+    if (steps >= 0).all() and segments.min() >= 0 and segments.max() <= segments.shape[-1]:
+        return segments
+    return np.concatenate([np.zeros_like(segments[..., :1]), (steps != 0).cumsum(-1)], -1)
 
 
 def _describe_error(error: Exception, dataset: Dataset, index: int) -> tuple[str, str, int | None]:

@@ -107,12 +107,17 @@ class SequenceShard:
         return torch.cat([self.positions(seq, by_document, device, rank) for rank in ranks])
 
     def shard(self, batch: Batch) -> Batch:
-        """Returns a batch with only this rank's tokens of each sequence; its `segments` cover the full sequences."""
+        """Returns a batch with only this rank's tokens of each sequence; its `segments` cover the full sequences.
+
+        Its `local_segments` are those of this rank's tokens.
+        """
         self.by_document = batch.segments is not None
         positions = self.positions(batch.tokens.shape[1], self.by_document, batch.tokens.device)
+        local = batch.map_tokens(lambda t, dim: t.index_select(dim, positions))
         return replace(
-            batch.map_tokens(lambda t, dim: t.index_select(dim, positions)),
+            local,
             segments=batch.segments,
+            local_segments=local.segments,
             share=1 / self.group.size(),
             sum_over_ranks=partial(collectives.all_reduce, group=self.group),
         )
