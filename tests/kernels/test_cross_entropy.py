@@ -45,6 +45,15 @@ def test_gradients_are_those_of_finite_differences(softcap, kept, monkeypatch):
     labels = torch.randint(0, 11, (7,))
     assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, labels, softcap), (hidden, weight))
 
+    def both(h, w):
+        return token_logprobs(h, w, labels, softcap, normalizers=True)
+
+    assert torch.autograd.gradcheck(both, (hidden, weight))
+    assert torch.autograd.gradcheck(lambda h, w: both(h, w)[:, 1], (hidden, weight))
+    logits = hidden @ weight.T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    torch.testing.assert_close(both(hidden, weight)[:, 1], logits.logsumexp(-1))
+
 
 def test_bfloat16_gives_float32_log_probabilities():
     torch.manual_seed(0)
@@ -81,8 +90,8 @@ def test_compiled_equals_uncompiled(softcap, monkeypatch):
     small_blocks(monkeypatch, 30)
 
     def run(compiled):
-        out = token_logprobs(hidden, weight, labels, softcap, compiled=compiled)
-        return out, *torch.autograd.grad((out * torch.arange(7)).sum(), (hidden, weight))
+        out = token_logprobs(hidden, weight, labels, softcap, compiled=compiled, normalizers=True)
+        return out, *torch.autograd.grad((out * torch.arange(14).view(7, 2)).sum(), (hidden, weight))
 
     for a, b in zip(run(False), run(True), strict=True):
-        assert torch.allclose(a, b, atol=1e-6)
+        assert torch.allclose(a, b, atol=1e-5)

@@ -112,6 +112,7 @@ WAYS: dict[str, dict[str, Any]] = {
     # Noise is drawn for a sample, so micro-batches may be of any size.
     "sft_tokens": _way(8, 2, masked=True) | {"objective": {"type": "sft", "neftune": 5.0}},
     "sft_sequences": _way(7, 2, masked=True) | {"objective": {"type": "sft", "loss": "sequences", "neftune": 5.0}},
+    "z_loss": _way(7, 2, masked=True) | {"objective": {"type": "pretrain", "z_loss": 0.05}},
     # Of a pipeline, a stage without anything to train.
     "frozen": _way(8, 2, freeze=["embed_tokens", "layers.[01]", "*.q_proj.weight"], grad_clip=0.05),
     # Adapters; their base model is a run of the plain way. Their dropout is drawn for a micro-batch, too.
@@ -122,6 +123,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "qlora": _way(8, 2, masked=True) | {"adapter": {"r": 3, "targets": "all-linear", "quantize": "nf4"}},
     "qlora_int8": _way(8, 2, activation_checkpointing="full") | {"adapter": {"r": 3, "quantize": "int8", "dora": True}},
     "compiled": _way(8, 2, compile=True),
+    "compiled_z_loss": _way(8, 2, compile=True) | {"objective": {"type": "pretrain", "z_loss": 0.05}},
     "compiled_lora": _way(8, 2, compile=True) | {"adapter": {"r": 3, "alpha": 6.0}},
     "everything": _way(7, 1, masked=True, grad_clip=0.05, activation_checkpointing="full"),
 }
@@ -281,6 +283,7 @@ def matrix() -> list[Case]:
     cases += [Case("deepseek_v3", "lora_experts", mesh) for mesh in CHOSEN]
     cases += [Case("moe", "qlora", mesh) for mesh in SETTINGS]
     cases += [Case(model, "compiled", mesh) for model, mesh in COMPILED]
+    cases += [Case("dense", "compiled_z_loss", mesh) for mesh in ({"tp": 2}, {"pp": 2})]
     cases += [Case("moe", "compiled_lora", mesh) for mesh in ({"dp_shard": 2}, {"tp": 2})]
     unique = {str(case): case for case in cases if fits(case.model, case.mesh)}
     return list(unique.values())
@@ -300,6 +303,7 @@ SAMPLE = [
     Case("capacity", "masked", {"cp": 2, "ep": 2, "cp_method": "all_gather"}),
     Case("moe", "sft_sequences", {"dp_shard": 2, "cp": 2}),
     Case("tied", "sft_sequences", {"pp": 2, "tp": 2}),
+    Case("gqa", "z_loss", {"pp": 2, "tp": 2}),
     Case("tied", "frozen", {"pp": 2, "tp": 2}),
     Case("gqa", "frozen", {"dp_shard": 2, "cp": 2}),
     Case("gqa", "lora", {"cp": 2, "tp": 2}),

@@ -37,10 +37,14 @@ def cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def logprobs_of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Returns log softmax(logits)[label] in at least float32: `[..., vocab]` -> `[...]`."""
+def logprobs_of_logits(logits: torch.Tensor, labels: torch.Tensor, *, normalizers: bool = False) -> torch.Tensor:
+    """Returns log softmax(logits)[label] in at least float32: `[..., vocab]` -> `[...]`.
+
+    With `normalizers`, returns `[..., 2]`: this value and log(sum(exp(logits))).
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    logprobs = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return torch.stack((logprobs, logits.logsumexp(-1)), -1) if normalizers else logprobs
 
 
 def token_logprobs(
@@ -51,6 +55,7 @@ def token_logprobs(
     *,
     compiled: bool = False,
     vocabulary: Vocabulary | None = None,
+    normalizers: bool = False,
 ) -> torch.Tensor:
     """Returns log softmax(cap(hidden weight^T))[label] for each position.
 
@@ -62,12 +67,15 @@ def token_logprobs(
         compiled: whether elementwise operations are fused with `torch.compile`.
         vocabulary: the sharding of `weight`, or None if `weight` has all rows. With a sharded head, the gradient of
             `hidden` is partial.
+        normalizers: whether to return the normalizers log(sum(exp(cap(hidden weight^T)))), too.
 
     Returns:
-        `[...]`, float32 (float64 for float64 inputs). Only the matrix products are in the inputs' dtype.
+        `[...]`, float32 (float64 for float64 inputs). With `normalizers`, `[..., 2]`: log-probability and normalizer.
+        Only the matrix products are in the inputs' dtype.
     """
     flat, weight = as_autocast(hidden.reshape(-1, hidden.shape[-1]), weight)
-    return _Logprobs.apply(flat, weight, labels, softcap, compiled, vocabulary)
+    both = _Logprobs.apply(flat, weight, labels, softcap, compiled, vocabulary)
+    return torch.stack(both, -1) if normalizers else both[0]
 
 
 class _Logprobs(torch.autograd.Function):
@@ -87,7 +95,8 @@ class _Logprobs(torch.autograd.Function):
             labels = labels - vocabulary.first
             is_local = (labels >= 0) & (labels < len(weight))
             labels = labels.where(is_local, 0)
-        normalizers = torch.empty_like(logprobs)  # log of the sum of exp(logits)
+        all_normalizers = torch.empty_like(result)  # log of the sum of exp(logits)
+        normalizers = all_normalizers.view(-1)
         blocks = list(_slices(len(hidden), KEPT_ELEMENTS // len(weight)))
         normalize = _compiled(_normalize) if compiled else _normalize
         for block in blocks:
@@ -96,20 +105,23 @@ class _Logprobs(torch.autograd.Function):
                 chunk = normalize(logits[rows], labels[block][rows], softcap)
                 logprobs[block][rows], normalizers[block][rows] = chunk
         if vocabulary is not None and is_local is not None:
-            chosen, normalizers = vocabulary.join((logprobs + normalizers) * is_local, normalizers)
-            torch.sub(chosen, normalizers, out=logprobs)
-        ctx.save_for_backward(hidden, weight, labels, normalizers, is_local)
+            chosen, joined = vocabulary.join((logprobs + normalizers) * is_local, normalizers)
+            torch.sub(chosen, normalizers.copy_(joined), out=logprobs)
+        ctx.save_for_backward(hidden, weight, labels, all_normalizers, is_local)
+        ctx.set_materialize_grads(False)
         # Not a saved tensor: backward overwrites it, and a second backward (retain_graph) recomputes it.
         ctx.kept = logits if len(blocks) == 1 else None
         ctx.softcap, ctx.compiled = softcap, compiled
-        return result
+        return result, all_normalizers
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx, gradient, normalizer_gradient):
         hidden, weight, labels, normalizers, is_local = ctx.saved_tensors
-        gradient = gradient.reshape(-1)
+        normalizers = normalizers.view(-1)
+        gradient = torch.zeros_like(normalizers) if gradient is None else gradient.reshape(-1)
         label_gradient = gradient if is_local is None else gradient * is_local
+        softmax_gradient = -gradient if normalizer_gradient is None else normalizer_gradient.reshape(-1) - gradient
         kept, ctx.kept = ctx.kept, None
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         blocks = list(_slices(len(hidden), KEPT_ELEMENTS // len(weight)))
@@ -118,7 +130,7 @@ class _Logprobs(torch.autograd.Function):
         for block in blocks:
             logits = F.linear(hidden[block], weight) if kept is None else kept
             for rows in _chunks(logits, ctx.compiled):
-                per_token = (x[block][rows] for x in (labels, normalizers, gradient, label_gradient))
+                per_token = (x[block][rows] for x in (labels, normalizers, softmax_gradient, label_gradient))
                 differentiate(logits[rows], *per_token, ctx.softcap)  # overwrites the logits
             if needs_hidden:
                 torch.mm(logits, weight, out=hidden_gradient[block])
@@ -139,15 +151,18 @@ def _normalize(logits, labels, softcap):
     return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normalizers, normalizers
 
 
-def _differentiate(logits, labels, normalizers, gradient, label_gradient, softcap):
-    """Overwrites the logits `[rows, vocab]` with their gradient, gradient x (onehot(label) - softmax(logits)).
+def _differentiate(logits, labels, normalizers, softmax_gradient, label_gradient, softcap):
+    """Overwrites the logits `[rows, vocab]` with their gradient.
+
+    The gradient of a log-probability is onehot(label) - softmax(logits), that of a normalizer softmax(logits).
 
     Args:
-        gradient: gradient of the log-probabilities, `[rows]`.
-        label_gradient: the factor of onehot(label): `gradient`, but 0 if the label's row is on another rank.
+        softmax_gradient: the factor of softmax(logits), `[rows]`.
+        label_gradient: the factor of onehot(label), `[rows]`: the gradient of the log-probability, but 0 if the label's
+            row is on another rank.
     """
     capped = cap(logits.to(normalizers.dtype), softcap)
-    result = (capped - normalizers.unsqueeze(-1)).exp_().mul_(-gradient.unsqueeze(-1))
+    result = (capped - normalizers.unsqueeze(-1)).exp_().mul_(softmax_gradient.unsqueeze(-1))
     result.scatter_add_(-1, labels.unsqueeze(-1), label_gradient.unsqueeze(-1))
     if softcap is not None:
         result.mul_(1 - (capped / softcap).square())

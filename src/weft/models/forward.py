@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,27 @@ from weft.errors import UserError
 from weft.kernels.cross_entropy import logprobs_of_logits
 
 
-def forward_of(model: nn.Module) -> Callable[[dict[str, Any]], torch.Tensor]:
+def return_normalizers(model: nn.Module) -> bool:
+    """Makes a model that is called with `labels` return `[batch, seq, 2]`: log-probabilities and normalizers.
+
+    The normalizer of a token is log(sum(exp(logits))). Returns False, and changes nothing, if the model does not use
+    `weft.kernels.cross_entropy.token_logprobs`.
+    """
+    if not hasattr(model, "token_logprobs") or getattr(model, "head", model) is None:
+        return False
+    model.token_logprobs = partial(model.token_logprobs, normalizers=True)
+    return True
+
+
+def forward_of(model: nn.Module, *, normalizers: bool = False) -> Callable[[dict[str, Any]], torch.Tensor]:
     """Returns a function that calls a model with a dict of inputs (`tokens`, ...) and returns the model's outputs.
 
     A custom model only needs to map tokens `[batch, seq]` to logits `[batch, seq, vocab]`. Its `forward` gets
     `positions`, `segments` and `labels` if it has these arguments. If it has no argument `labels`, the returned
     function computes the labels' log-probabilities from the logits.
+
+    Args:
+        normalizers: whether calls with `labels` return normalizers, too (`return_normalizers`).
 
     Raises:
         UserError: raised by the returned function if the inputs have `segments`, but the model's `forward` has no such
@@ -26,6 +42,7 @@ def forward_of(model: nn.Module) -> Callable[[dict[str, Any]], torch.Tensor]:
     """
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    from_logits = not return_normalizers(model) if normalizers else "labels" not in parameters
 
     def call(inputs: dict[str, Any]) -> torch.Tensor:
         if takes_all:
@@ -36,10 +53,11 @@ def forward_of(model: nn.Module) -> Callable[[dict[str, Any]], torch.Tensor]:
                 f"{name}.forward has no argument `segments`, so attention would cross documents; add the argument, or "
                 "set data.packing to concatenate and data.document_attention to false"
             )
-        accepted = {k: v for k, v in inputs.items() if k in parameters and k != "tokens"}
+        left = ("tokens", "labels") if from_logits else ("tokens",)
+        accepted = {k: v for k, v in inputs.items() if k in parameters and k not in left}
         outputs = model(inputs["tokens"], **accepted)
-        if "labels" in parameters or inputs.get("labels") is None:
+        if not from_logits or inputs.get("labels") is None:
             return outputs
-        return logprobs_of_logits(outputs, inputs["labels"])
+        return logprobs_of_logits(outputs, inputs["labels"], normalizers=normalizers)
 
     return call

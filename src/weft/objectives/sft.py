@@ -22,8 +22,16 @@ class SFT(Pretrain):
         neftune: magnitude alpha of the noise on the embeddings in training (NEFTune; Jain et al., 2023), such as 5;
             0: no noise. The noise of each value is uniform in [-a, a] with a = alpha / sqrt(n d), for n tokens in the
             document and the hidden size d. It is off in validation and in generation.
+        z_loss: as in `objective: {type: pretrain}`.
     """
 
-    def __init__(self, *, loss: Literal["tokens", "sequences"] = "tokens", neftune: Annotated[float, Ge(0)] = 0.0):
+    def __init__(
+        self,
+        *,
+        loss: Literal["tokens", "sequences"] = "tokens",
+        neftune: Annotated[float, Ge(0)] = 0.0,
+        z_loss: Annotated[float, Ge(0)] = 0.0,
+    ):
+        super().__init__(z_loss=z_loss)
         self.weigh_documents = loss == "sequences"
         self.embedding_noise = neftune

@@ -44,6 +44,8 @@ class Objective:
     - `scalars`: names of the scalars that `loss` returns.
     - `weigh_documents`: True divides `batch.weight` by its sum over each document, so that the weights of a document
       add up to 1; default False.
+    - `normalizers`: True makes the model return `[batch, seq, 2]` if `inputs` returns `labels`: the log-probability of
+      each label, and the normalizer log(sum(exp(logits))); default False.
     - `embedding_noise`: magnitude of the noise that training adds to the embeddings (`EmbeddingNoise`); default 0.
 
     Optional methods:
@@ -73,7 +75,8 @@ class Objective:
         """Returns the loss, summed over the units that `weight` counts (such as tokens).
 
         Args:
-            outputs: log-probabilities `[batch, seq]` if `inputs` returned `labels`; else logits `[batch, seq, vocab]`.
+            outputs: log-probabilities `[batch, seq]` if `inputs` returned `labels` (`[batch, seq, 2]` with
+                `normalizers`); else logits `[batch, seq, vocab]`.
         """
         raise NotImplementedError
 

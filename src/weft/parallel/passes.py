@@ -31,7 +31,8 @@ class Passes:
 
     def __init__(self, model: nn.Module, objective: Objective, world: World, parallel: ParallelSection):
         self.model, self.objective, self.world, self.parallel = model, objective, world, parallel
-        self.forward = forward_of(model)
+        self.normalizers = bool(getattr(objective, "normalizers", False))
+        self.forward = forward_of(model, normalizers=self.normalizers)
         state = state_of(model)
         self.sequence_shard = None if state is None else state.sequence_shard
         self.has_routers = any(isinstance(module, Router) for module in model.modules())

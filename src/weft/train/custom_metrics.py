@@ -36,7 +36,7 @@ class Metric(Protocol):
     def outputs(self, outputs: torch.Tensor, batch: Batch) -> Mapping[str, Pair]:
         """Returns name -> pair (sum, weight) for one micro-batch of training or validation.
 
-        Receives the same arguments as the objective's `loss`, but `outputs` has no gradient.
+        Receives the same arguments as the objective's `loss`, but `outputs` has no gradient and no normalizers.
         """
         ...
 
@@ -112,6 +112,8 @@ class ObservedObjective:
     def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         found = self._objective.loss(outputs, batch)
         loss = found if isinstance(found, Loss) else Loss(found)
+        if getattr(self._objective, "normalizers", False):
+            outputs = outputs[..., 0]
         scalars = dict(loss.scalars)
         with torch.no_grad():
             for label, metric in self._metrics.items():

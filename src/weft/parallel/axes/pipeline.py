@@ -21,6 +21,7 @@ from weft.config.mesh import SEVERAL_STAGES, ParallelSection
 from weft.config.model import ModelSection
 from weft.data.batches.batch import Batch
 from weft.models.decoder import Decoder
+from weft.models.forward import return_normalizers
 from weft.observe.status import alive
 from weft.parallel.local_parameters import local
 from weft.parallel.objective import Objective, Totals
@@ -118,6 +119,8 @@ class PipelinePasses(Passes):
         self.tied_head = TiedHead(model, world, parallel)
         for stage in self.stages.values():
             stage.register_forward_pre_hook(self._add_inputs, with_kwargs=True)
+            if self.normalizers:
+                return_normalizers(stage)
 
     def train(
         self,
@@ -163,7 +166,7 @@ class PipelinePasses(Passes):
         """Returns the model's outputs for this rank's shard of a batch, on all ranks of the pipeline."""
         found, dtype = self._run_stages(inputs, shard), self.hidden_dtype
         if inputs.get("labels") is not None:
-            shape = shard.tokens.shape
+            shape = self._outputs_shape(shard.tokens)
         else:
             shape = (*shard.tokens.shape, self.model.config.vocab_size or 0)
         outputs = found.to(dtype) if self.model.ends else torch.empty(shape, dtype=dtype, device=self.world.device)
@@ -219,7 +222,7 @@ class PipelinePasses(Passes):
         key = (count, size, tokens.shape[1])
         if key not in self.schedules:
             hidden = self._empty_hidden(size, tokens.shape[1], "meta").requires_grad_()
-            out = torch.empty(tokens.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
+            out = torch.empty(self._outputs_shape(tokens), dtype=hidden.dtype, device="meta", requires_grad=True)
             ids = torch.empty(tokens.shape, dtype=tokens.dtype, device="meta")
             stages = [
                 PipelineStage(
@@ -244,6 +247,10 @@ class PipelinePasses(Passes):
         loss = self.totals.add(self.objective.loss(outputs, self.inputs[int(target[0])][1]))
         divided = loss / self.weight
         return divided if self.loss_scale == 1.0 else divided * self.loss_scale
+
+    def _outputs_shape(self, tokens: torch.Tensor) -> tuple[int, ...]:
+        """Returns the shape of the outputs of the last stage, if it is called with labels."""
+        return (*tokens.shape, 2) if self.normalizers else tuple(tokens.shape)
 
     def _empty_hidden(self, sequences: int, tokens: int, device: torch.device | str) -> torch.Tensor:
         """Returns an uninitialized residual stream, `[sequences, tokens / tp, hidden]`."""
