@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 import torch
 
 import weft
@@ -29,15 +28,6 @@ class Slow:
         time.sleep(self.seconds)
         return 1.0
 """
-
-
-@pytest.fixture
-def made_up_peak(monkeypatch):
-    """Runs in this process do not begin with half a second in which the device's peak is measured."""
-    from weft.observe.flops import Peak
-    from weft.train import recorder
-
-    monkeypatch.setattr(recorder, "device_peak", lambda device, dtype: Peak(1e12, "made up by a test"))
 
 
 def replaced(path: Path, **sections) -> Path:

@@ -5,13 +5,11 @@ from fnmatch import fnmatch
 
 import pytest
 import torch
-from running import QUIET, assert_same_weights, losses, made_up_peak, metrics, train, weights  # noqa: F401
+from running import QUIET, assert_same_weights, losses, metrics, train, weights
 
 from weft.config.run import RunConfig
 from weft.models.build import build_model, frozen_matmul_parameters, matmul_parameters
 from weft.models.initialize import initialize
-
-pytestmark = pytest.mark.usefixtures("made_up_peak")
 
 FREEZE = ["embed_tokens", "layers.[01]", "*.q_proj.weight"]
 FROZEN = ("embed_tokens.*", "layers.[01].*", "*.q_proj.weight")

@@ -6,13 +6,11 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from running import QUIET, assert_same_weights, losses, made_up_peak, metrics, replaced, train, weights  # noqa: F401
+from running import QUIET, assert_same_weights, losses, metrics, replaced, train, weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import weft
 from weft.cli.main import main
-
-pytestmark = pytest.mark.usefixtures("made_up_peak")
 
 LENGTH, RECORDS, LR = 16, 6, 0.1
 
