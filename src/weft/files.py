@@ -14,13 +14,14 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from weft.errors import UserError
 
+SETTLED = 2.0  # seconds: a later change of a file may not change its time, if the clock of the file system is coarse
 ABANDONED = 3600.0  # seconds without a write after which a hidden file is deleted; its writer may be on another host
 
 
@@ -158,6 +159,56 @@ def cache_folder() -> Path:
     if given := os.environ.get("WEFT_CACHE"):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+
+
+def file_stamps(files: Sequence[Path]) -> list[list[int]]:
+    """Returns what changes if a file is changed or replaced, for each file: size, times, inode and device.
+
+    Raises:
+        UserError: a file does not exist or cannot be accessed.
+    """
+    stamps = []
+    for path in files:
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise UserError(f"cannot be read: {error.strerror}; check the file and its permissions", path) from None
+        stamps.append([found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev])
+    return stamps
+
+
+def folder_stamp(folder: Path) -> tuple:
+    """Returns a hashable value that changes if the folder is replaced, or a file directly in it is changed."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    stamps = zip((path.name for path in files), map(tuple, file_stamps(files)), strict=True)
+    return folder.resolve(), *stamps
+
+
+def recall(place: Path, stamps: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the digests that `remember` wrote to the file `place`, of the names whose stamps are unchanged."""
+    known: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(place.read_bytes())
+    return {name: known[name][1] for name, stamp in stamps.items() if known.get(name, [None])[0] == stamp}
+
+
+def remember(place: Path, stamps: Mapping[str, Any], digests: Mapping[str, str], read_at: float) -> None:
+    """Writes digests to the file `place`, except of files that changed shortly before they were read.
+
+    Does nothing if the file cannot be written.
+
+    Args:
+        stamps: name -> stamp of a file, or list of the stamps of several files (`file_stamps`).
+        read_at: the time when reading the files began.
+    """
+    settled = {}
+    for name, stamp in stamps.items():
+        times = [time for one in (stamp if isinstance(stamp[0], list) else [stamp]) for time in one[1:3]]
+        if max(times) / 1e9 < read_at - SETTLED:
+            settled[name] = [stamp, digests[name]]
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(place, json.dumps(settled), durable=False)
 
 
 def _lock_folder(partial: Path, out: Path) -> int:

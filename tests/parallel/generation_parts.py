@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import weft
 from weft.checkpoint.load_model import load_sharded_model
 from weft.config.mesh import ParallelSection
 from weft.errors import UserError
@@ -36,6 +37,17 @@ def sharded(paths, prompts, options):
             engine.add_adapter("a", {"layers.0.attention.o_proj": (torch.ones(1, 16), torch.ones(16, 1))})
     world.close()
     return found
+
+
+def added_on_one_rank(base, adapter):
+    """One rank alone adds an adapter to a model that is not sharded, although the ranks have a process group."""
+    world = start_world(ParallelSection(tp=-1, dp_shard=1))
+    engine, tokens = Engine(weft.load_model(base), max_cache_tokens=800), []
+    if world.rank == 1:
+        engine.add_adapter("a", adapter)
+        tokens = [piece.token for piece in engine.submit([5, 6, 7], Sampling(6, temperature=0), adapter="a")]
+    world.close()
+    return tokens
 
 
 def refused(path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from generation_parts import pieces, sharded
+from generation_parts import added_on_one_rank, pieces, sharded
 from matrix import Case
 
 import weft
@@ -33,3 +33,10 @@ def test_an_adapters_run_generates_the_same_on_two_ranks(runner, model, way):
         assert [token for token, *_ in ours] == [token for token, *_ in one]
     for prompt, one in zip(PROMPTS, expected, strict=False):
         assert [token for token, *_ in one] == greedy(loaded, prompt, 6)
+
+
+def test_one_rank_alone_adds_an_adapter_and_checks_its_base_model(runner):
+    run = runner.reference(Case("dense", "lora"), steps=2)
+    base = weft.RunConfig.load(run.path / "config.yaml", check_data=False).model.from_
+    found = runner.pool.call(added_on_one_rank, 2, base, run.path)
+    assert found == [[], greedy(weft.load_model(run.path), [5, 6, 7], 6)]

@@ -179,7 +179,7 @@ def test_the_cache_is_keyed_by_content_tokenizer_and_options(raw_yaml, alpaca, t
 
 def test_an_unchanged_file_is_not_read_again(raw_yaml, alpaca, cache, monkeypatch):
     os.utime(alpaca, (1e9, 1e9))
-    monkeypatch.setattr("weft.data.raw.digests.SETTLED", -10)  # so that the test need not wait
+    monkeypatch.setattr("weft.files.SETTLED", -10)  # so that the test need not wait
     file = raw_yaml(train=str(alpaca))
     first = prepared(file).data.stores
     monkeypatch.setattr("weft.data.raw.digests.BLOCK", None)  # reading would fail

@@ -23,8 +23,6 @@ from weft.parallel import ranks
 from weft.parallel.local_parameters import set_full_value
 from weft.parallel.model_state import BaseModel
 
-_DIGESTS: dict[tuple, str] = {}  # of the models that `check_adapter` has hashed
-
 
 @dataclass(frozen=True)
 class AdapterStart:
@@ -167,12 +165,8 @@ def check_adapter(path: str | Path, checkpoint: Path) -> None:
         base = base_of(read_peft(path, section))
     else:
         base = _recorded(path)[1].base
-    if base is None:
-        return
-    files = sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in checkpoint.iterdir())
-    key = (str(checkpoint.absolute()), tuple(files))  # hashing takes as long as loading: only once per model
-    if _DIGESTS.get(key) != base.digest:
-        _DIGESTS[key] = check_digest(section, checkpoint, base)
+    if base is not None:
+        check_digest(section, checkpoint, base)
 
 
 def _recorded(path: Path) -> tuple[Path, AdapterRecord]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +24,7 @@ from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
+from weft.files import cache_folder, file_stamps, locked, recall, remember
 from weft.models.adapter import is_adapter, quantized_weights
 from weft.models.layers.blockwise import quantize_blocks
 from weft.parallel import ranks
@@ -29,6 +33,7 @@ from weft.parallel.model_state import BaseModel
 from weft.parallel.ranks import error_on_all_ranks
 from weft.torch_private import compute_local_shape_and_global_offset
 
+DIGESTS = "digests-1"  # folder in the user's cache; another number if the digests of the same weights differ
 _ENDS = ("", "_scale")  # of the names of a quantized weight's tensors
 
 Section = ModelSection | TransformersModelSection | CustomModelSection
@@ -48,11 +53,8 @@ def load_base(model: nn.Module, section: Section, base: Path, expected: AdapterR
     Raises:
         UserError: the weights do not fit the model, or are not those with which the adapter was trained.
     """
-    if (base / files.ADAPTER).is_file():
-        raise error_on_all_ranks(
-            f"{base}: this is an adapter itself; merge it first (`weft merge`), and use the merged model"
-        )
-    digest = check_digest(section, base, None if expected is None else expected.base)
+    ranks.agree(lambda: check_base(base))
+    digest = check_digest(section, base, None if expected is None else expected.base, collective=True)
     quantized = quantized_weights(model)
     left = {f"{name}{end}" for names in ranks.all_gather_object(list(quantized)) for name in names for end in _ENDS}
 
@@ -66,6 +68,12 @@ def load_base(model: nn.Module, section: Section, base: Path, expected: AdapterR
         load(base, model=model, select=select)
     ranks.agree(lambda: _fill_quantized(quantized, open_base(section, base)))
     return BaseModel(base, digest)
+
+
+def check_base(base: Path) -> None:
+    """Raises UserError if the path of a base model is the path of an adapter."""
+    if (base / files.ADAPTER).is_file():
+        raise UserError("this is an adapter itself; merge it first (`weft merge`), and use the merged model", base)
 
 
 @torch.no_grad()
@@ -113,23 +121,25 @@ def _shard(tensor: torch.Tensor) -> _Shard:
     return _Shard(local(tensor), rows, tuple(places[1:]))
 
 
-def check_digest(section: Section, base: Path, expected: BaseModel | None) -> str:
-    """Returns the digest of a base model's weights (`weights_digest`). Every rank must call this function.
+def check_digest(section: Section, base: Path, expected: BaseModel | None, *, collective: bool = False) -> str:
+    """Returns the digest of a base model's weights (`weights_digest`).
 
     Args:
         section: the model's section.
         base: the base model.
         expected: the base model that an adapter was trained on; None: unknown.
+        collective: whether every rank calls this function.
 
     Raises:
         UserError: the digests differ.
     """
-    digest = weights_digest(section, base)
+    digest = weights_digest(section, base, collective=collective)
     if expected is not None and digest != expected.digest:
-        raise error_on_all_ranks(
+        what = (
             f"{base}: these are not the weights that the adapter was trained on (digest {digest[:12]}, not "
             f"{expected.digest[:12]}); use {expected.path} as it was then"
         )
+        raise error_on_all_ranks(what) if collective else UserError(what)
     return digest
 
 
@@ -150,27 +160,47 @@ def open_base(section: Section, base: Path) -> Weights:
     return open_weights(base, huggingface=isinstance(section, TransformersModelSection) and is_huggingface(base))
 
 
-def weights_digest(section: Section, base: Path) -> str:
+def weights_digest(section: Section, base: Path, *, collective: bool = False) -> str:
     """Returns a SHA-256 of a model's weights: names, dtypes, shapes and values, in hexadecimal.
 
-    For the built-in decoder, the digest does not depend on the files that contain the weights. Each rank hashes some of
-    the tensors; every rank must call this function.
+    For the built-in decoder, the digest does not depend on the files that contain the weights. The digest is remembered
+    in the user's cache, and computed again if a file in `base` has changed.
 
     Args:
         section: the model's section.
         base: a checkpoint or Hugging Face folder.
+        collective: whether every rank calls this function; each rank then hashes some of the tensors. Otherwise, this
+            process hashes all tensors.
     """
-    tensors = ranks.agree(lambda: open_base(section, base).tensors)
-    own = sorted(tensors)[ranks.rank() :: ranks.world_size()]
+    agree = ranks.agree if collective else lambda action: action()
+    content = section.model_dump_json(exclude={"from_", "path"}, by_alias=True)
+    name = f"{os.path.realpath(base)} {hashlib.sha256(content.encode()).hexdigest()}"
+    place = cache_folder() / DIGESTS / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+    with ExitStack() as lock:
+        if not collective:  # of several processes that need the same digest, one computes it
+            with suppress(OSError):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                lock.enter_context(locked(place.with_suffix(".lock")))
+        began = time.time()
+        stamps = {name: agree(lambda: file_stamps(sorted(path for path in base.iterdir() if path.is_file())))}
+        known = recall(place, stamps).get(name)
+        known_to_all = {known} if not collective else set(ranks.all_gather_object(known))
+        if known is not None and len(known_to_all) == 1:
+            return known
+        tensors = agree(lambda: open_base(section, base).tensors)
+        own = sorted(tensors)[ranks.rank() :: ranks.world_size()] if collective else sorted(tensors)
+        lines = agree(lambda: _tensor_digests(tensors, own))
+        for found in ranks.all_gather_object(lines) if collective else ():
+            lines |= found
+        text = "\n".join(f"{tensor} {lines[tensor]}" for tensor in sorted(lines))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        remember(place, stamps, {name: digest}, began)
+        return digest
 
-    def hash_all() -> dict[str, str]:
-        with ThreadPoolExecutor(files.threads()) as pool:
-            return dict(zip(own, pool.map(lambda name: _tensor_digest(tensors[name]), own), strict=True))
 
-    lines: dict[str, str] = {}
-    for found in ranks.all_gather_object(ranks.agree(hash_all)):
-        lines |= found
-    return hashlib.sha256("\n".join(f"{name} {lines[name]}" for name in sorted(lines)).encode()).hexdigest()
+def _tensor_digests(tensors: Mapping[str, SavedTensor], names: list[str]) -> dict[str, str]:
+    with ThreadPoolExecutor(files.threads()) as pool:
+        return dict(zip(names, pool.map(lambda name: _tensor_digest(tensors[name]), names), strict=True))
 
 
 def _tensor_digest(tensor: SavedTensor) -> str:

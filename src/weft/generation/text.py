@@ -20,6 +20,7 @@ from weft.checkpoint.load_model import checkpoint_of, load_model
 from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
+from weft.files import folder_stamp
 from weft.generation.engine import Engine
 from weft.generation.settings import Sampling
 from weft.generation.speculative import check_vocabulary
@@ -175,12 +176,7 @@ def _load_models(*wanted: tuple[Any, str | None]) -> list[Any]:
 def _identity(checkpoint: Path) -> tuple:
     """Returns a value that changes when the files of a checkpoint or of a Hugging Face folder change."""
     record = read_record(checkpoint)
-    return *_stamp(checkpoint), *(() if record is None else _identity(find_checkpoint(record.base.path)))
-
-
-def _stamp(folder: Path) -> tuple:
-    files = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
-    return folder.resolve(), *((name, stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in files)
+    return *folder_stamp(checkpoint), *(() if record is None else _identity(find_checkpoint(record.base.path)))
 
 
 def free_models() -> None:
@@ -307,7 +303,7 @@ def tokenizer_of(checkpoint: Path | None) -> Tokenizer:
         )
     folder = tokenizer_folder(checkpoint)
     if folder is not None:
-        return _load_tokenizer(folder, _stamp(folder))
+        return _load_tokenizer(folder, folder_stamp(folder))
     if is_huggingface(checkpoint) or checkpoint.absolute().parent.name != "checkpoints":
         raise UserError(
             "there is no tokenizer.json with this model; put the tokenizer's files into this folder", checkpoint
@@ -329,7 +325,7 @@ def stop_ids_of(checkpoint: Path | None) -> set[int]:
     ids = (read_origin(checkpoint).get("generation_config") or {}).get("eos_token_id")
     found = set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
     folder = tokenizer_folder(checkpoint)
-    return found | {_load_tokenizer(folder, _stamp(folder)).eod_id} if folder is not None else found
+    return found | {_load_tokenizer(folder, folder_stamp(folder)).eod_id} if folder is not None else found
 
 
 @functools.lru_cache(maxsize=2)

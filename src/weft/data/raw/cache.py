@@ -9,10 +9,10 @@ from pathlib import Path
 
 from weft.data.packing.pack import pack
 from weft.data.raw.detect import RawData
-from weft.data.raw.digests import file_digests, file_stamps
+from weft.data.raw.digests import file_digests
 from weft.data.sources.source_format import detect_format
 from weft.errors import UserError
-from weft.files import cache_folder, locked, remove, replace_file
+from weft.files import cache_folder, file_stamps, locked, remove, replace_file
 from weft.headers import read_store_header, tokenizer_file
 from weft.observe.console import Console
 
