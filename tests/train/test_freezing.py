@@ -89,6 +89,10 @@ def test_frozen_parameters_stay_and_have_no_state_and_a_run_goes_on_to_the_bit(w
             {"optimizer": {"lr_multipliers": {"*Q_proj*": 2.0}}},
             "optimizer.lr_multipliers: '*Q_proj*' matches no parameter's name; did you mean '*.q_proj'?",
         ),
+        (
+            {"training": {"freeze": ["lm_head"]}, "optimizer": {"lr_multipliers": {"*head*": 2.0}}},
+            "optimizer.lr_multipliers: '*head*' matches only frozen parameters, such as lm_head.weight; remove it",
+        ),
         ({"training": {"freeze": ["*"]}}, "training.freeze: the patterns freeze all parameters; remove one"),
     ],
 )

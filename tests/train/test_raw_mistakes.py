@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 from running import train
+from safetensors.torch import load_file, save_file
 from test_raw_data import RECORDS, alpaca, cache, prepared, raw_yaml, refused, store_of  # noqa: F401
 
 from weft.cli.main import main
@@ -153,3 +154,41 @@ def test_keys_and_paths_are_checked_before_anything_is_read(raw_yaml, alpaca, tm
     (small / "config.json").write_text(json.dumps(config))
     (found,) = told(f"model.from={small}", train=str(alpaca))
     assert "model.vocab_size: 300 is less than the 512 tokens of the tokenizer" in found
+
+
+def test_mistakes_of_names_and_adapters_are_found_before_anything_is_packed(
+    raw_yaml, alpaca, hf_folder, tmp_path, cache, monkeypatch, capsys
+):
+    file = raw_yaml(train=str(alpaca))
+    assert train(file, "run.name=first", "adapter.r=2", "training.steps=1") == 0
+    adapter, other = f"adapter.from={tmp_path / 'runs' / 'first'}", shutil.copytree(hf_folder, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] += 0.1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "empty"))
+    head, only_frozen = "optimizer.lr_multipliers={lm_head: 2}", "'lm_head' matches only frozen parameters"
+    for overrides, said in (
+        (["training.freeze=[layer.0]"], "training.freeze: 'layer.0' matches no parameter's name; did you mean"),
+        (["optimizer.lr_multipliers={lm_heat: 2}"], "optimizer.lr_multipliers: 'lm_heat' matches no parameter's name"),
+        (["training.freeze=[lm_head]", head], only_frozen),
+        (["adapter.r=2", head], only_frozen),
+        (["training.freeze=['*']"], "the patterns freeze all parameters"),
+        ([f"model.from={other}", adapter], "these are not the weights that the adapter was trained on"),
+        ([f"model.from={other}", "run.name=first", "adapter.r=2"], "these are not the weights that the adapter was"),
+        (["run.name=first", "adapter.r=3"], "adapter.r: 3, but the run was started with 2"),
+        (["training.freeze=[layer.0]", "--nproc", "2"], "training.freeze: 'layer.0' matches no parameter's name"),
+    ):
+        capsys.readouterr()
+        assert train(file, *overrides) == 2, said
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("demo.yaml")]
+        assert said in line
+    assert not (tmp_path / "empty" / "data").exists()
+    assert train(file, "run.name=second", adapter, "training.steps=1") == 0
+
+
+def test_the_weights_of_a_base_model_are_hashed_once(raw_yaml, alpaca, hf_folder, cache, monkeypatch):
+    monkeypatch.setattr("weft.files.SETTLED", -10)  # so that the test need not wait
+    file = raw_yaml(train=str(alpaca))
+    assert train(file, "adapter.r=2", "training.steps=1") == 0
+    monkeypatch.setattr("weft.checkpoint.base_model._tensor_digest", None)  # hashing would fail
+    assert train(file, "adapter.r=2", "training.steps=2") == 0

@@ -15,6 +15,7 @@ from weft.errors import UserError
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
+    from weft.observe.console import Console
     from weft.parallel.world import World
     from weft.train.stop import Outcome
 
@@ -53,8 +54,8 @@ def run_on_ranks(
 
     wait_briefly()
     use_huge_pages()
+    fresh = getattr(args, "fresh", False)
     if "RANK" in os.environ:
-        from weft.data.raw.pack_sources import pack_sources
         from weft.launch.local import join_launcher
         from weft.observe.console import Console
         from weft.processes import LAUNCHER
@@ -64,25 +65,35 @@ def run_on_ranks(
         join_launcher()
 
         def load() -> RunConfig:
-            return pack_sources(RunConfig.load(args.file, args.overrides, for_fit=True), console)
+            return _pack(RunConfig.load(args.file, args.overrides, for_fit=True), console, fresh)
 
         return run_rank(load, act, verb)
     ranks = args.nproc if args.nproc is not None and args.nproc > 0 else None
     # Reports errors before torch is imported.
     config = RunConfig.load(args.file, args.overrides, ranks=ranks, for_fit=True)
     run_directory, options = prepare(config)
-    from weft.data.raw.pack_sources import pack_sources
     from weft.launch.local import checked_nproc, launch_local
     from weft.observe.console import Console
 
     nproc = checked_nproc(args.nproc)
     check_mesh(config, nproc)
     with terminable():  # this process does not handle SIGTERM yet
-        config = pack_sources(config, Console())  # before ranks start
+        config = _pack(config, Console(), fresh)  # before ranks start
     if nproc == 1:
         return run_rank(lambda: config, act, verb)
     command = [sys.executable, "-m", "weft", verb, args.file, *args.overrides, *options]
     return launch_local(command, nproc, run_directory)
+
+
+def _pack(config: RunConfig, console: Console, fresh: bool) -> RunConfig:
+    """Packs the raw data of a run. Reports mistakes that do not depend on the data first."""
+    from weft.data.raw.pack_sources import pack_sources
+
+    if config.data.raw:  # imports torch
+        from weft.train.before_packing import check_before_packing
+
+        check_before_packing(config, fresh=fresh)
+    return pack_sources(config, console)
 
 
 def run_generation_on_ranks(args: argparse.Namespace, verb: str, tp: int, act: Callable[[World], None]) -> int:

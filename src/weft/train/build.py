@@ -20,7 +20,6 @@ from weft.config.run import RunConfig
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
 from weft.models.adapter import is_adapter
-from weft.models.parameter_patterns import raise_if_unmatched
 from weft.models.roles import parameter_roles
 from weft.optim.parameter_groups import parameter_groups
 from weft.optim.schedule import Schedule
@@ -33,6 +32,7 @@ from weft.parallel.objective import Objective
 from weft.parallel.ranks import all_gather_object, error_on_all_ranks
 from weft.parallel.world import World
 from weft.train.auto_settings import DTYPES
+from weft.train.before_packing import check_patterns, patterns
 from weft.train.custom_metrics import Metrics
 from weft.train.data import Data
 from weft.train.hooks import Callbacks
@@ -108,21 +108,13 @@ def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optim
 
 
 def _check_patterns(config: RunConfig, model: nn.Module, world: World) -> None:
-    """Raises UserError if a pattern of parameter names matches no parameter, or if all parameters are frozen."""
-    patterns = {"training.freeze": config.training.freeze, "optimizer.lr_multipliers": config.optimizer.lr_multipliers}
-    if not any(patterns.values()):
+    """Raises UserError if a pattern of parameter names is wrong (see `check_patterns`), on all ranks."""
+    if not patterns(config):
         return
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for stage in all_gather_object(trained) if world.shape.pp > 1 else ():
         trained |= stage
-    try:
-        for key, given in patterns.items():
-            raise_if_unmatched(key, given, trained)
-    except UserError as error:
-        error.quiet = world.rank != 0  # raised on all ranks
-        raise
-    if not any(trained.values()):
-        raise error_on_all_ranks("training.freeze: the patterns freeze all parameters; remove one of the patterns")
+    world.agree(lambda: check_patterns(config, trained))
 
 
 def model_plan(config: RunConfig) -> ModelPlan:

@@ -30,6 +30,7 @@ from weft.parallel.ranks import error_on_all_ranks
 from weft.parallel.same_run import compare_ranks
 from weft.parallel.world import World, start_world
 from weft.processes import signal_handler
+from weft.train.before_packing import check_before_packing
 from weft.train.build import Built, build, components, compressor, make_schedule, restore
 from weft.train.data import Data, layout_of, open_data, open_given
 from weft.train.job import Job, prepare
@@ -315,6 +316,7 @@ class Trainer:
 
     def _pack_sources(self) -> None:
         """Packs raw data before ranks communicate. Of the ranks that share a cache, one packs and the others wait."""
+        check_before_packing(self.config, fresh=self.fresh)
         self.config = pack_sources(self.config, self.console)
         self.user_config = self.user_config.model_copy(update={"data": self.config.data})
 
