@@ -30,6 +30,7 @@ LARGE_FUNCTIONS = {
     "generation/text.py: generate": "public: the options of `weft generate`",
     "data/packing/pack.py: pack": "public: the options of `weft data pack`",
     "kernels/masks.py: attention_mask": "each is a fact about layers that chooses the form of their mask",
+    "models/decoder.py: forward": "each is an input of an objective or of generation",
     "optim/muon.py: __init__": "each is a key of `optimizer:`",
 }
 

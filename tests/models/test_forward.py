@@ -39,3 +39,11 @@ def test_a_model_that_cannot_keep_documents_apart_is_told(model):
 def test_a_model_gets_the_segments_that_it_names():
     call = forward_of(Apart())
     assert not torch.allclose(call(INPUTS), call(INPUTS | {"segments": torch.zeros(2, 5)}))
+
+
+def test_a_model_of_logits_gets_a_function_of_them():
+    def doubled(logits, tokens):
+        return 2 * logits.flatten()[tokens.start * 11 : tokens.stop * 11].view(-1, 11)
+
+    inputs = {"tokens": TOKENS, "logits_function": doubled}
+    assert torch.equal(forward_of(Logits())(inputs), 2 * Logits()(TOKENS))

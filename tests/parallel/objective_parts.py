@@ -1,6 +1,7 @@
 """Objectives on pairs with fields of their own and forwards beside the usual one, and data for them."""
 
 import numpy as np
+import torch
 from torch.nn.functional import logsigmoid
 
 from weft.objectives import Field, Loss
@@ -130,3 +131,49 @@ class Twice(Preference):
         batch.extra["old"] = forward(self.inputs(batch)).detach()
         both = forward(self.inputs(batch)), forward(self.inputs(batch))
         return self.loss((both[0] + both[1]) / 2, batch)
+
+
+class Certain:
+    """Cross-entropy plus the entropy of each token, scaled by the two largest logits that `prepare` found.
+
+    Args:
+        chunks: whether the model computes both from chunks of logits; else from all logits.
+    """
+
+    scalars = ("entropy",)
+
+    def __init__(self, *, chunks: bool):
+        self.chunks = chunks
+
+    def weight(self, batch):
+        return batch.weight.sum()
+
+    def _inputs(self, batch, function):
+        inputs = {part: getattr(batch, part) for part in PARTS[:3]}
+        return inputs | {"logits_function": function} if self.chunks else inputs
+
+    def prepare(self, forward, batch):
+        found = forward(self._inputs(batch, self._largest))
+        return {
+            "largest": found
+            if self.chunks
+            else self._largest(found.flatten(0, 1), slice(None)).unflatten(0, batch.tokens.shape)
+        }
+
+    def _largest(self, logits, tokens):
+        return logits.topk(2).values
+
+    def inputs(self, batch):
+        return self._inputs(batch, lambda logits, tokens: self._both(batch, logits, tokens))
+
+    def _both(self, batch, logits, tokens):
+        logprobs = logits.log_softmax(-1)
+        labels = batch.labels.flatten()[tokens].unsqueeze(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1) * batch.extra["largest"].flatten(0, 1)[tokens].sum(-1)
+        return torch.stack((-logprobs.gather(-1, labels).squeeze(-1), entropy), -1)
+
+    def loss(self, outputs, batch):
+        if not self.chunks:
+            outputs = self._both(batch, outputs.flatten(0, 1), slice(None)).unflatten(0, batch.tokens.shape)
+        both = (outputs * batch.weight.unsqueeze(-1)).sum((0, 1))
+        return Loss(both.sum(), {"entropy": (both[1], batch.weight.sum())})

@@ -96,3 +96,18 @@ def test_items_of_packed_documents_on_a_mesh_are_those_of_one_process(runner, pa
 def test_several_forwards_with_gradient_are_refused_with_a_pipeline(runner):
     with pytest.raises(RanksFailed, match=r"Twice\.compute calls the model, but with parallel\.pp a schedule does"):
         train(runner, "refused", {"pp": 2}, objective="Twice")
+
+
+def test_functions_of_chunks_of_logits_are_those_of_all_logits(runner):
+    """With soft-capped logits, sharded over the vocabulary, and outputs that a pipeline broadcasts."""
+    runs, entropies = [], []
+    for mesh, chunks in (({}, False), ({"pp": 2, "tp": 2}, True)):
+        objective = {"type": "objective_parts:Certain", "chunks": chunks}
+        file = write_run(runner.folder, Case("gemma2", "masked", mesh), name=f"chunks-{chunks}", objective=objective)
+        runner.pool.run(file, ranks_of(mesh), fresh=True, seconds=60)
+        runs.append(Run(runner.folder / f"chunks-{chunks}"))
+        lines = map(json.loads, (runs[-1].path / "metrics.jsonl").read_text().splitlines())
+        entropies.append([line["entropy"] for line in lines])
+    difference = compare(*runs)
+    assert difference.largest <= WITHIN, difference.wrong()
+    assert entropies[0] == pytest.approx(entropies[1], rel=0, abs=WITHIN)

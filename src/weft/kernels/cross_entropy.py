@@ -21,6 +21,7 @@ class Vocabulary(Protocol):
     """The interface of an output head whose rows (vocabulary entries) are sharded over ranks."""
 
     first: int  # the token id of this rank's first row
+    size: int  # number of rows of all ranks
 
     def join(self, chosen: torch.Tensor, normalizers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All-reduces two values per token, each `[tokens]`: `chosen` by sum, and `normalizers` by log-sum-exp.
@@ -29,6 +30,10 @@ class Vocabulary(Protocol):
             chosen: logit of each token's label; 0 if the label's row is on another rank.
             normalizers: log-sum-exp of the logits of this rank's rows.
         """
+        ...
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns all logits `[tokens, vocab]`, from the logits of this rank's rows. Not differentiable."""
         ...
 
 
@@ -97,7 +102,7 @@ class _Logprobs(torch.autograd.Function):
             labels = labels.where(is_local, 0)
         all_normalizers = torch.empty_like(result)  # log of the sum of exp(logits)
         normalizers = all_normalizers.view(-1)
-        blocks = list(_slices(len(hidden), KEPT_ELEMENTS // len(weight)))
+        blocks = list(slices(len(hidden), KEPT_ELEMENTS // len(weight)))
         normalize = _compiled(_normalize) if compiled else _normalize
         for block in blocks:
             logits = F.linear(hidden[block], weight)
@@ -123,25 +128,38 @@ class _Logprobs(torch.autograd.Function):
         label_gradient = gradient if is_local is None else gradient * is_local
         softmax_gradient = -gradient if normalizer_gradient is None else normalizer_gradient.reshape(-1) - gradient
         kept, ctx.kept = ctx.kept, None
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        blocks = list(_slices(len(hidden), KEPT_ELEMENTS // len(weight)))
         differentiate = _compiled(_differentiate) if ctx.compiled else _differentiate
-        hidden_gradient, weight_gradient = torch.empty_like(hidden), None
-        for block in blocks:
-            logits = F.linear(hidden[block], weight) if kept is None else kept
+
+        def overwrite(block, logits):
             for rows in _chunks(logits, ctx.compiled):
                 per_token = (x[block][rows] for x in (labels, normalizers, softmax_gradient, label_gradient))
-                differentiate(logits[rows], *per_token, ctx.softcap)  # overwrites the logits
-            if needs_hidden:
-                torch.mm(logits, weight, out=hidden_gradient[block])
-            if not needs_weight:
-                continue
-            product = logits.mT @ hidden[block]
-            if len(blocks) > 1:  # accumulated in the wider dtype
-                product = product.to(normalizers.dtype)
-            weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)
-        weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
-        return hidden_gradient if needs_hidden else None, weight_gradient, None, None, None, None
+                differentiate(logits[rows], *per_token, ctx.softcap)
+
+        return *head_gradients(hidden, weight, kept, overwrite, ctx.needs_input_grad), None, None, None, None
+
+
+def head_gradients(hidden, weight, kept, overwrite, needed):
+    """Returns the gradients of `hidden` and `weight`, each None if not `needed`, from the gradient of the logits.
+
+    Args:
+        kept: the logits of all tokens, or None to recompute them in blocks.
+        overwrite: function `(block, logits)` that overwrites the logits `[tokens of the block, vocab]` of a block, a
+            slice of the tokens, with their gradient.
+    """
+    blocks = list(slices(len(hidden), KEPT_ELEMENTS // len(weight)))
+    hidden_gradient, weight_gradient = torch.empty_like(hidden) if needed[0] else None, None
+    for block in blocks:
+        logits = F.linear(hidden[block], weight) if kept is None else kept
+        overwrite(block, logits)
+        if hidden_gradient is not None:
+            torch.mm(logits, weight, out=hidden_gradient[block])
+        if not needed[1]:
+            continue
+        product = logits.mT @ hidden[block]
+        if len(blocks) > 1:  # accumulated in the wider dtype
+            product = product.to(torch.promote_types(product.dtype, torch.float32))
+        weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)
+    return hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype)
 
 
 def _normalize(logits, labels, softcap):
@@ -177,9 +195,9 @@ def _compiled(function):
 
 def _chunks(logits: torch.Tensor, compiled: bool):
     held = KEPT_ELEMENTS if compiled else CHUNK_ELEMENTS.get(logits.device.type, KEPT_ELEMENTS)
-    return _slices(len(logits), held // logits.shape[-1])
+    return slices(len(logits), held // logits.shape[-1])
 
 
-def _slices(rows: int, size: int):
+def slices(rows: int, size: int):
     size = max(1, size)
     return (slice(start, start + size) for start in range(0, rows, size))

@@ -14,6 +14,7 @@ from weft.config.components import load_class
 from weft.config.model import ModelSection
 from weft.kernels.attention import alibi_slopes
 from weft.kernels.cross_entropy import cap, token_logprobs
+from weft.kernels.map_logits import LogitsFunction, map_logits
 from weft.kernels.masks import attention_mask
 from weft.models.layers.attention import Attention, Rotary
 from weft.models.layers.custom import custom_component
@@ -140,6 +141,7 @@ class Decoder(nn.Module):
         self.pattern = pattern and load_class(pattern, "attention_pattern")(**pattern.arguments)
         # Replaced by compiled, sharded or quantized versions.
         self.token_logprobs: Callable[..., torch.Tensor] = token_logprobs
+        self.map_logits: Callable[..., torch.Tensor] = map_logits
         self.logits: Callable[..., torch.Tensor] = F.linear
         self.select = select
         self.heads = slice(None)  # the attention heads that this rank computes; set by `parallel/`
@@ -159,6 +161,7 @@ class Decoder(nn.Module):
         loss_weights: torch.Tensor | None = None,
         logits_to_keep: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
+        logits_function: LogitsFunction | None = None,
     ) -> torch.Tensor:
         """Runs the model.
 
@@ -177,6 +180,8 @@ class Decoder(nn.Module):
                 `[batch, kept, vocab]`.
             lengths: `[batch]`, lengths of the full sequences if `tokens` are shards of sequences (context parallelism);
                 with a cache `[1, seq]`, the length of each token's sequence.
+            logits_function: function of chunks of logits, as in `weft.kernels.map_logits`. If given, its values are
+                returned, `[batch, seq]` or `[batch, seq, values]`.
 
         Returns:
             Logits `[batch, seq, vocab]`; with `labels`, the labels' log-probabilities `[batch, seq]`, in nats, computed
@@ -196,7 +201,7 @@ class Decoder(nn.Module):
             if layer is not None:
                 slides = config.slides(index)
                 x = layer(x, rotary[slides] if config.rotates(index) else None, masks[slides], cache, loss_weights)
-        return self.outputs(x, labels, logits_to_keep) if self.ends else x
+        return self.outputs(x, labels, logits_to_keep, logits_function) if self.ends else x
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embeds token ids and positions, both `[batch, seq]`, to `[batch, seq, hidden]`."""
@@ -211,7 +216,11 @@ class Decoder(nn.Module):
         return self.embedding_dropout(x)
 
     def outputs(
-        self, x: torch.Tensor, labels: torch.Tensor | None, logits_to_keep: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        labels: torch.Tensor | None,
+        logits_to_keep: torch.Tensor | None = None,
+        logits_function: LogitsFunction | None = None,
     ) -> torch.Tensor:
         """Applies the final norm and the head to `x` `[batch, seq, hidden]`.
 
@@ -222,6 +231,8 @@ class Decoder(nn.Module):
         x = self.norm(x if logits_to_keep is None else self.select(x, logits_to_keep)).to(head.dtype)
         if config.logits_scaling != 1.0:
             x = x / config.logits_scaling
+        if logits_function is not None:
+            return self.map_logits(x, head, logits_function, config.logit_softcap)
         if labels is not None:
             return self.token_logprobs(x, head, labels, config.logit_softcap)
         logits = self.logits(x, head)

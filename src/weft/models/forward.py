@@ -31,7 +31,8 @@ def forward_of(model: nn.Module, *, normalizers: bool = False) -> Callable[[dict
 
     A custom model only needs to map tokens `[batch, seq]` to logits `[batch, seq, vocab]`. Its `forward` gets
     `positions`, `segments` and `labels` if it has these arguments. If it has no argument `labels`, the returned
-    function computes the labels' log-probabilities from the logits.
+    function computes the labels' log-probabilities from the logits. So it does for `logits_function`, a function of
+    chunks of logits as in `weft.kernels.map_logits`.
 
     Args:
         normalizers: whether calls with `labels` return normalizers, too (`return_normalizers`).
@@ -56,6 +57,10 @@ def forward_of(model: nn.Module, *, normalizers: bool = False) -> Callable[[dict
         left = ("tokens", "labels") if from_logits else ("tokens",)
         accepted = {k: v for k, v in inputs.items() if k in parameters and k not in left}
         outputs = model(inputs["tokens"], **accepted)
+        function = inputs.get("logits_function")
+        if function is not None and "logits_function" not in parameters:
+            logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).flatten(0, 1)
+            return function(logits, slice(0, len(logits))).unflatten(0, outputs.shape[:2])
         if not from_logits or inputs.get("labels") is None:
             return outputs
         return logprobs_of_logits(outputs, inputs["labels"], normalizers=normalizers)

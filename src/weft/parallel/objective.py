@@ -62,7 +62,11 @@ class Objective:
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Returns the model's arguments: `tokens`, `positions`, `segments` and, optionally, `labels`.
 
-        With `labels` the model returns the log-probability of each label instead of logits.
+        With `labels` the model returns the log-probability of each label instead of logits. With `logits_function`, a
+        function `(logits [n, vocab], tokens) -> [n] or [n, values]` of chunks of logits, the model returns the
+        function's values for each token; `tokens` is the slice of the chunk in the flattened tokens of the batch. Only
+        one chunk of logits at a time is in memory, in at least float32. Each token's values must depend only on the
+        token's logits.
         """
         names = ("tokens", "positions", "segments", "labels")
         return {name: getattr(batch, name) for name in names}
@@ -76,7 +80,8 @@ class Objective:
 
         Args:
             outputs: log-probabilities `[batch, seq]` if `inputs` returned `labels` (`[batch, seq, 2]` with
-                `normalizers`); else logits `[batch, seq, vocab]`.
+                `normalizers`); values of `logits_function`, `[batch, seq]` or `[batch, seq, values]`, if `inputs`
+                returned it; else logits `[batch, seq, vocab]`.
         """
         raise NotImplementedError
 

@@ -167,8 +167,10 @@ class PipelinePasses(Passes):
         found, dtype = self._run_stages(inputs, shard), self.hidden_dtype
         if inputs.get("labels") is not None:
             shape = self._outputs_shape(shard.tokens)
-        else:
-            shape = (*shard.tokens.shape, self.model.config.vocab_size or 0)
+        else:  # the shape of one token's outputs, from the logits of no tokens
+            function, size = inputs.get("logits_function"), self.model.config.vocab_size or 0
+            none = torch.empty(0, size, dtype=dtype, device=self.world.device)
+            shape = (*shard.tokens.shape, *(none if function is None else function(none, slice(0, 0))).shape[1:])
         outputs = found.to(dtype) if self.model.ends else torch.empty(shape, dtype=dtype, device=self.world.device)
         dist.broadcast(outputs.contiguous(), group=self.group, group_src=self.tied_head.last)
         return outputs

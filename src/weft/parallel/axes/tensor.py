@@ -147,7 +147,8 @@ def shard_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelSt
     each = model.config.num_attention_heads // ranks
     model.heads = slice(rank * each, (rank + 1) * each)
     draw_full_sequence([model.embedding_dropout], lambda tokens: local_positions(tokens, group))
-    state.fill(model, "token_logprobs", "tp: sharded vocabulary", _token_logprobs(model.token_logprobs, group))
+    state.fill(model, "token_logprobs", "tp: sharded vocabulary", _of_sharded_head(model.token_logprobs, group))
+    state.fill(model, "map_logits", "tp: all-gather chunks of logits", _of_sharded_head(model.map_logits, group))
     state.fill(model, "logits", "tp: all-gather the vocabulary", _logits(group))
     state.fill(model, "select", "tp: all-gather the sequence, shard the selected tokens", _select(group))
 
@@ -243,16 +244,18 @@ def _norm(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Cal
 
 @dataclass(frozen=True)
 class _ShardedVocabulary:
-    """A vocabulary whose rows are sharded over the ranks of `tp`, for `token_logprobs` of the output head.
+    """A vocabulary whose rows are sharded over the ranks of `tp`, for functions of the output head.
 
     It has the interface of `weft.kernels.cross_entropy.Vocabulary`.
 
     Attributes:
         first: first token id of this rank's shard.
+        size: number of token ids.
         group: process group of `tp`.
     """
 
     first: int
+    size: int
     group: dist.ProcessGroup
 
     def join(self, chosen: torch.Tensor, normalizers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,14 +269,18 @@ class _ShardedVocabulary:
         gathered = collectives.all_gather(both, 0, self.group, replicated=True)
         return gathered[:, 0].sum(0), gathered[:, 1].logsumexp(0)
 
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """All-gathers logits `[tokens, rows of this rank]` along the vocabulary."""
+        return collectives.all_gather(logits, 1, self.group, replicated=True)
 
-def _token_logprobs(function: Callable, group: dist.ProcessGroup) -> Callable:
-    """Wraps `token_logprobs`: all-gathers `hidden` along the sequence. All ranks return all log-probabilities."""
 
-    def call(hidden, weight, labels, softcap=None, **options):
-        vocabulary = _ShardedVocabulary(group.rank() * len(weight), group)
+def _of_sharded_head(function: Callable, group: dist.ProcessGroup) -> Callable:
+    """Wraps `token_logprobs` or `map_logits`: all-gathers `hidden` along the sequence. All ranks return all values."""
+
+    def call(hidden, weight, *arguments, **options):
+        vocabulary = _ShardedVocabulary(group.rank() * len(weight), group.size() * len(weight), group)
         hidden = collectives.all_gather(hidden, SEQUENCE, group)
-        return function(hidden, weight, labels, softcap, vocabulary=vocabulary, **options)
+        return function(hidden, weight, *arguments, vocabulary=vocabulary, **options)
 
     return call
 
