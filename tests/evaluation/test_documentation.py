@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import peft
 import pytest
 from evaluation_cases import random_llama
 
@@ -20,7 +21,8 @@ def place(tmp_path, run_yaml, tiny_heldout, tiny_store, tiny_tokenizer, monkeypa
     assert main(["train", str(run_yaml(training={"steps": 6}, run={"name": "run", "directory": "runs"}))]) == 0
     Path("heldout").symlink_to(tiny_heldout)
     Path("other").symlink_to(tiny_store)
-    random_llama(Path("path/to/hf-folder"), 512)
+    base = random_llama(Path("path/to/hf-folder"), 512)
+    peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained("path/to/peft-folder")
     for file in tiny_tokenizer.iterdir():
         Path("path/to/hf-folder", file.name).write_bytes(file.read_bytes())
     Path("tasks").mkdir()
@@ -34,7 +36,7 @@ def place(tmp_path, run_yaml, tiny_heldout, tiny_store, tiny_tokenizer, monkeypa
 
 def test_the_pages_commands(place, capsys, monkeypatch):
     commands = re.findall(r"^\$ weft (.*?)(?:  +#.*)?$", TEXT, re.M)
-    assert len(commands) == 6
+    assert len(commands) == 7
     capsys.readouterr()
     for command in commands:
         if "--tasks" in command:

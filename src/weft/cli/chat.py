@@ -104,7 +104,7 @@ def _open(args: argparse.Namespace, console: Console) -> tuple[Chat, Sampling]:
     from weft.checkpoint.load import resolve
     from weft.checkpoint.load_model import load_model
     from weft.cli.generation_options import read_sampling
-    from weft.data.conversations.template import ChatTemplate, find_template, has_template
+    from weft.data.conversations.template import ChatTemplate, find_template, template_folder
     from weft.generation.chat import Chat
     from weft.generation.engine import Engine
     from weft.generation.text import stop_ids_of, tokenizer_of
@@ -112,11 +112,9 @@ def _open(args: argparse.Namespace, console: Console) -> tuple[Chat, Sampling]:
 
     sampling, checkpoint = read_sampling(args), resolve(args.source)
     tokenizer, stop_ids = tokenizer_of(checkpoint), stop_ids_of(checkpoint)
-    folder = tokenizer.path
     if args.adapter is not None:
         check_adapter(args.adapter, checkpoint)  # refused before the model is loaded
-        own = (Path(args.adapter), Path(args.adapter) / "tokenizer")  # of a PEFT folder and of a run
-        folder = next(filter(has_template, own), folder)  # the adapter learned this template
+    folder = template_folder(args.adapter, tokenizer.path)
     template = ChatTemplate.for_tokenizer(find_template(folder, args.chat_template), tokenizer.path)
     for line in template.warnings(tokenizer.added_tokens):
         console.warning(line)

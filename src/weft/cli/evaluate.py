@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=["float32", "bfloat16", "float64"], help="dtype of the model (default: as saved)"
     )
     parser.add_argument("--quantize", choices=["int8", "int4"], help="load weights in 8 or 4 bits (default: as saved)")
+    parser.add_argument(
+        "--adapter", metavar="DIR", help="add a LoRA adapter: a folder of PEFT, or a run with an adapter"
+    )
     parser.add_argument("--device", help="device, such as cpu or cuda:1 (default: a GPU, if available)")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences per batch (default: 8)")
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of a tokenizer (default: the model's tokenizer)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.checkpoint.adapter_start import check_adapter
 from weft.checkpoint.load import resolve, tokenizer_folder
 from weft.checkpoint.load_model import checkpoint_of, load_model
 from weft.config.data import held_out_sets
@@ -22,6 +24,7 @@ from weft.errors import UserError
 from weft.evaluation.perplexity import StoreResult, combine, evaluate_store
 from weft.evaluation.settings import WINDOWS, Settings
 from weft.evaluation.tasks import evaluate_tasks, find_tasks
+from weft.generation.adapters import with_adapter
 from weft.headers import is_raw
 from weft.observe.console import Console
 from weft.parallel.world import local_device
@@ -36,12 +39,14 @@ class Evaluation:
         stores: result of each token store.
         tasks: for each task, a dict with `questions`, `shots`, `version` and `scores`.
         windows: the values of the settings `sequence_length`, `stride` and `documents` that were used for the stores.
+        adapter: path of the adapter that was added to the model, or None.
     """
 
     model: Path | None
     stores: list[StoreResult] = field(default_factory=list)
     tasks: dict[str, Any] = field(default_factory=dict)
     windows: dict[str, Any] = field(default_factory=dict)
+    adapter: Path | None = None
 
     @property
     def all(self) -> StoreResult:
@@ -67,7 +72,8 @@ class Evaluation:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the results as JSON values."""
-        found: dict[str, Any] = {"model": None if self.model is None else str(self.model)} | self.windows
+        found: dict[str, Any] = {"model": None if self.model is None else str(self.model)}
+        found |= ({} if self.adapter is None else {"adapter": str(self.adapter)}) | self.windows
         if self.stores:
             found |= {"stores": [one.as_dict() for one in self.stores], "all": self.all.as_dict()}
         return found | ({"tasks": self.tasks} if self.tasks else {})
@@ -97,11 +103,12 @@ def evaluate(
         console: prints warnings and progress. Default: no output.
         settings: fields of `weft.evaluation.settings.Settings`: `sequence_length`, `stride`, `documents` ("apart" or
             "joined") and `max_tokens` for stores; `include_path`, `num_fewshot`, `limit` and `apply_chat_template` for
-            tasks; `batch_size`, `tokenizer`, `device`, `dtype` and `quantize`.
+            tasks; `batch_size`, `tokenizer`, `device`, `dtype`, `quantize` and `adapter`.
 
     Raises:
-        UserError: the model or a store does not exist, a store does not fit the model, a task is unknown, or a setting
-            is out of range or has no effect. Stores and tasks are checked before the model is loaded.
+        UserError: the model or a store does not exist, a store or the adapter does not fit the model, a task is
+            unknown, or a setting is out of range or has no effect. Stores, tasks and the adapter are checked before the
+            model is loaded.
         TypeError: a setting is unknown.
     """
     how = Settings(**settings)
@@ -112,27 +119,33 @@ def evaluate(
     manager = find_tasks(names, how.include_path) if tasks is not None else None
     console = console or Console(prints=False)
     checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else resolve(model)
-    labels: Sequence[str | None] = [None] * len(given)
+    named: Sequence[tuple[Any, str | None]] = [(one, None) for one in given]
     if not given and tasks is None:
-        held_out = _held_out_stores(checkpoint, console)
-        given, labels = [path for path, _ in held_out], [name for _, name in held_out]
-    stores = [one if isinstance(one, TokenStore) else TokenStore(one) for one in given]
+        named = _held_out_stores(checkpoint, console)
+    stores = [(one if isinstance(one, TokenStore) else TokenStore(one), name) for one, name in named]
     if how.tokenizer is None and checkpoint is not None:
         how = replace(how, tokenizer=tokenizer_folder(checkpoint))
+    if how.adapter is not None and checkpoint is not None:
+        check_adapter(how.adapter, checkpoint)  # refused before the model is loaded
     if not isinstance(model, nn.Module):
         model = load_model(checkpoint or model, _device(how.device), how.dtype, quantize=how.quantize)
     how = how.with_windows(model, _run_data(checkpoint))
     if stores and how.tokenizer is None:
-        console.warning(
-            f"{'the model' if checkpoint is None else checkpoint} has no tokenizer, so Weft cannot check that the "
-            "store was packed with the model's tokenizer; set `tokenizer`"
-        )
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: console.warning(str(message))
-        labeled = zip(stores, labels, strict=True)
-        found = [evaluate_store(model, one, how, console, name) for one, name in labeled]
-    scores = {} if tasks is None else evaluate_tasks(model, names, manager, how, console)
-    return Evaluation(checkpoint, found, scores, {name: getattr(how, name) for name in WINDOWS} if stores else {})
+        _warn_of_missing_tokenizer(checkpoint, console)
+    with nullcontext() if how.adapter is None else with_adapter(model, how.adapter):
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: console.warning(str(message))
+            found = [evaluate_store(model, one, how, console, name) for one, name in stores]
+        scores = {} if tasks is None else evaluate_tasks(model, names, manager, how, console)
+    windows = {name: getattr(how, name) for name in WINDOWS} if stores else {}
+    return Evaluation(checkpoint, found, scores, windows, None if how.adapter is None else Path(how.adapter))
+
+
+def _warn_of_missing_tokenizer(checkpoint: Path | None, console: Console) -> None:
+    console.warning(
+        f"{'the model' if checkpoint is None else checkpoint} has no tokenizer, so Weft cannot check that the store "
+        "was packed with the model's tokenizer; set `tokenizer`"
+    )
 
 
 def _run_data(checkpoint: Path | None) -> dict[str, Any]:

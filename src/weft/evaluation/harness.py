@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,13 +44,22 @@ class WeftLM(TemplateLM):
         batch_size: maximum number of texts per batch. Batches are smaller if their logits would take more than a
             gigabyte.
         console: prints progress.
+        template_folder: folder with the chat template. Default: the tokenizer's folder.
 
     Attributes:
         requested: whether the harness has made a request. Exceptions before the first request come from building the
             tasks.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, *, batch_size: int = 8, console: Console | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int = 8,
+        console: Console | None = None,
+        template_folder: Path | None = None,
+    ):
         super().__init__()
         self.model, self._tokenizer, self.batch_size = model, tokenizer, batch_size
         self.console = console or Console(prints=False)
@@ -61,6 +71,7 @@ class WeftLM(TemplateLM):
         self._call = forward_of(model)
         self._folder = tokenizer.path if tokenizer.path.is_dir() else tokenizer.path.parent
         self._special = special_tokens(self._folder)
+        self._template_folder = template_folder or self._folder
         begin = self._special.get("bos_token")
         self._bos_id = None if begin is None else tokenizer.token_id(begin)
         self._template: ChatTemplate | None = None
@@ -100,7 +111,7 @@ class WeftLM(TemplateLM):
         if chat_template is False or chat_template is None:
             return None
         try:
-            text = find_template(self._folder, chat_template if isinstance(chat_template, str) else None)
+            text = find_template(self._template_folder, chat_template if isinstance(chat_template, str) else None)
         except UserError as error:  # the remedy in this message is an option of packing
             what = error.what.partition("; ")[0]
             raise UserError(f"{what}; put a chat_template.jinja next to tokenizer.json", error.where) from None

@@ -38,6 +38,8 @@ class Settings:
         device: device for a model that is loaded from a path. Default: a GPU if available.
         dtype: dtype for a model that is loaded from a path. Default: as saved.
         quantize: "int8" or "int4": quantizes the weights of a model that is loaded from a path. Default: no change.
+        adapter: an adapter that is added to the model: a folder that PEFT's `save_pretrained` wrote, or a run with an
+            adapter. Default: no adapter.
 
     Raises:
         UserError: a value is out of range.
@@ -56,6 +58,7 @@ class Settings:
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
     quantize: str | None = None
+    adapter: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

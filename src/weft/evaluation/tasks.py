@@ -74,10 +74,14 @@ def evaluate_tasks(
         raise UserError("tasks need a tokenizer, but this model has none; set `tokenizer`")
     import lm_eval
 
+    from weft.data.conversations.template import template_folder
     from weft.data.tokenizers.tokenizer import Tokenizer
     from weft.evaluation.harness import WeftLM
 
-    lm = WeftLM(model, Tokenizer.load(settings.tokenizer), batch_size=settings.batch_size, console=console)
+    tokenizer = Tokenizer.load(settings.tokenizer)
+    folder = tokenizer.path if tokenizer.path.is_dir() else tokenizer.path.parent
+    templates = template_folder(settings.adapter, folder)
+    lm = WeftLM(model, tokenizer, batch_size=settings.batch_size, console=console, template_folder=templates)
     if settings.apply_chat_template:
         lm.chat_template(True)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -218,12 +218,51 @@ def adapted(model: nn.Module, owners: Sequence[tuple[Adapter | None, int]]) -> I
         index = None if len(indices) == tokens else torch.tensor(indices, device=device)
         for layer, change in adapter.deltas.items():
             changes.setdefault(layer, []).append((index, change))
+    with _hooks(model, changes, tokens) as uncalled:
+        yield
+    _raise_if_uncalled(uncalled)
+
+
+@contextmanager
+def with_adapter(model: nn.Module, deltas: Deltas | str | Path) -> Iterator[None]:
+    """Context in which all forward passes of a model use an adapter.
+
+    Args:
+        deltas: as in `Engine.add_adapter`.
+
+    Raises:
+        UserError: as `Engine.add_adapter`; or, at the end, the model did not call an adapted layer.
+    """
+    check_base(model, deltas)
+    adapters = Adapters()
+    adapters.add(model, "adapter", deltas)
+    added = adapters.get("adapter")
+    assert added is not None
+    with _hooks(model, {layer: [(None, change)] for layer, change in added.deltas.items()}, None) as uncalled:
+        yield
+    if len(uncalled) < len(added.deltas):  # otherwise there was no forward pass
+        _raise_if_uncalled(uncalled)
+
+
+@contextmanager
+def _hooks(
+    model: nn.Module, changes: Mapping[str, list[tuple[torch.Tensor | None, Change]]], tokens: int | None
+) -> Iterator[set[str]]:
+    """Context in which layers of a model are changed. Yields the names of the changed layers that were not called yet.
+
+    Args:
+        changes: name of a layer -> the arguments `parts` of `_change`.
+        tokens: number of tokens in the forward pass; None: any.
+    """
     uncalled = set(changes)
     with ExitStack() as hooks:
         for layer, parts in changes.items():
             hook: Callable = partial(_change, layer, parts, tokens, uncalled)
             hooks.callback(model.get_submodule(layer).register_forward_hook(hook).remove)
-        yield
+        yield uncalled
+
+
+def _raise_if_uncalled(uncalled: Collection[str]) -> None:
     if uncalled:
         raise UserError(
             f"the model does not call the layer {min(uncalled)}; remove the weights of this layer from the adapter"
@@ -233,7 +272,7 @@ def adapted(model: nn.Module, owners: Sequence[tuple[Adapter | None, int]]) -> I
 def _change(
     layer: str,
     parts: list[tuple[torch.Tensor | None, Change]],
-    tokens: int,
+    tokens: int | None,
     uncalled: set[str],
     module: Any,
     inputs: tuple[torch.Tensor],
@@ -241,16 +280,16 @@ def _change(
 ) -> torch.Tensor:
     """Adds low-rank products to a layer's output.
 
-    `adapted` binds the first four arguments, and registers the function as a forward hook of the layer.
+    `_hooks` binds the first four arguments, and registers the function as a forward hook of the layer.
 
     Args:
         layer: name of the layer.
         parts: for each adapter, the indices of the tokens that use the adapter (None: all tokens), and its change.
-        tokens: number of tokens in the forward pass.
+        tokens: number of tokens in the forward pass; None: any.
         uncalled: names of layers that were not called yet; this layer's name is removed.
     """
     x, out = inputs[0].flatten(0, -2), output.flatten(0, -2)
-    if len(x) != tokens:
+    if tokens is not None and len(x) != tokens:
         raise UserError(
             f"the input of the layer {layer} does not contain all tokens; remove this layer from the deltas of the "
             "adapter"

@@ -89,6 +89,17 @@ def has_template(folder: Path) -> bool:
     return bool(_read_folder(folder)[0])
 
 
+def template_folder(adapter: str | Path | None, tokenizer: Path) -> Path:
+    """Returns the folder with the chat template of a model: that of its adapter if it has one, otherwise `tokenizer`.
+
+    Args:
+        adapter: a PEFT folder, a run with an adapter, or None.
+        tokenizer: folder of the model's tokenizer.
+    """
+    own = () if adapter is None else (Path(adapter), Path(adapter) / "tokenizer")
+    return next(filter(has_template, own), tokenizer)
+
+
 def template_problems(folder: Path) -> list[str]:
     """Returns descriptions of the problems of the chat templates in a folder.
 
