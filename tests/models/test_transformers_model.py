@@ -107,6 +107,9 @@ def test_it_is_transformers_own_model(pair):
         labels = TOKENS.roll(-1, 1)
         expected = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         torch.testing.assert_close(ours(TOKENS, labels=labels), expected, rtol=0, atol=2e-5)
+        divided = (logits / 0.7).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(ours(TOKENS, labels=labels, temperature=0.7), divided, rtol=0, atol=3e-5)
+        torch.testing.assert_close(ours(TOKENS, temperature=0.7), logits / 0.7)
 
 
 def test_gradients_are_those_of_the_plain_loss(pair):

@@ -93,6 +93,14 @@ def _data(**arguments: Any) -> dict:
     return {"type": "matrix_parts:Sequences", **arguments}
 
 
+def _grpo(sequences: int, **objective: Any) -> dict:
+    fields = {"updates_per_rollout": 2, "mask_truncated": True}
+    return _way(sequences, 2) | {
+        "data": {"train": {"type": "matrix_parts:Answers"}},
+        "objective": {"type": "grpo", "temperature": 0.7, **fields, **objective},
+    }
+
+
 _DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "embedding_dropout": 0.1}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": _way(8, 2),
@@ -113,6 +121,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "sft_tokens": _way(8, 2, masked=True) | {"objective": {"type": "sft", "neftune": 5.0}},
     "sft_sequences": _way(7, 2, masked=True) | {"objective": {"type": "sft", "loss": "sequences", "neftune": 5.0}},
     "z_loss": _way(7, 2, masked=True) | {"objective": {"type": "pretrain", "z_loss": 0.05}},
+    "grpo_lora": _grpo(7, clip_high=0.28) | {"adapter": {"r": 3, "alpha": 6.0}},
+    "gspo_lora": _grpo(8, loss="gspo", clip=0.3) | {"adapter": {"r": 3, "alpha": 6.0}},
+    "dr_grpo": _grpo(7, loss="dr_grpo"),
+    "rloo": _grpo(8, loss="rloo", clip=0.9),
     # Of a pipeline, a stage without anything to train.
     "frozen": _way(8, 2, freeze=["embed_tokens", "layers.[01]", "*.q_proj.weight"], grad_clip=0.05),
     # Adapters; their base model is a run of the plain way. Their dropout is drawn for a micro-batch, too.
@@ -304,6 +316,7 @@ SAMPLE = [
     Case("moe", "sft_sequences", {"dp_shard": 2, "cp": 2}),
     Case("tied", "sft_sequences", {"pp": 2, "tp": 2}),
     Case("gqa", "z_loss", {"pp": 2, "tp": 2}),
+    Case("gqa", "gspo_lora", {"pp": 2, "cp": 2}),
     Case("tied", "frozen", {"pp": 2, "tp": 2}),
     Case("gqa", "frozen", {"dp_shard": 2, "cp": 2}),
     Case("gqa", "lora", {"cp": 2, "tp": 2}),

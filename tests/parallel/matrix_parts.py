@@ -28,6 +28,35 @@ class PlainSGD(torch.optim.Optimizer):
                 parameter.add_(state["sum"], alpha=-group["lr"])
 
 
+class Answers:
+    """Two answers and their prompts a sequence, then padding, with all fields of `grpo`; some answers are truncated."""
+
+    def __init__(self, *, count: int = 64, length: int = 32, vocabulary: int = 256):
+        self.count, self.length, self.vocabulary = count, length, vocabulary
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        chooser = np.random.default_rng([17, index])
+        places = np.arange(self.length)
+        begins = np.array([0, *np.sort(chooser.choice(np.arange(4, self.length), 2, replace=False))])
+        segments = (places[:, None] >= begins[1:]).sum(1)
+        positions = places - begins[segments]
+        weight = (positions > 1) & (np.roll(positions, -1) != 0) & (segments < (2 if index % 3 else 1))
+        old, engine = -np.log(self.vocabulary) + 0.5 * chooser.normal(size=(2, self.length))
+        return {
+            "tokens": chooser.integers(0, self.vocabulary, self.length),
+            "weight": weight.astype(np.float32),
+            "segments": segments,
+            "positions": positions,
+            "advantage": chooser.normal(size=3)[segments],
+            "truncated": (chooser.random(3) < 0.3)[segments].astype(np.float32),
+            "old_logprobs": old,
+            "rollout_logprobs": engine,
+        }
+
+
 class Sequences:
     """Seeded tokens; `masked`: several documents a sequence, kept apart, some tokens and some whole rows unlearned."""
 

@@ -162,6 +162,7 @@ class Decoder(nn.Module):
         logits_to_keep: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
         logits_function: LogitsFunction | None = None,
+        temperature: float = 1.0,
     ) -> torch.Tensor:
         """Runs the model.
 
@@ -182,6 +183,7 @@ class Decoder(nn.Module):
                 with a cache `[1, seq]`, the length of each token's sequence.
             logits_function: function of chunks of logits, as in `weft.kernels.map_logits`. If given, its values are
                 returned, `[batch, seq]` or `[batch, seq, values]`.
+            temperature: divides the logits, after their soft-cap.
 
         Returns:
             Logits `[batch, seq, vocab]`; with `labels`, the labels' log-probabilities `[batch, seq]`, in nats, computed
@@ -201,7 +203,7 @@ class Decoder(nn.Module):
             if layer is not None:
                 slides = config.slides(index)
                 x = layer(x, rotary[slides] if config.rotates(index) else None, masks[slides], cache, loss_weights)
-        return self.outputs(x, labels, logits_to_keep, logits_function) if self.ends else x
+        return self.outputs(x, labels, logits_to_keep, logits_function, temperature) if self.ends else x
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embeds token ids and positions, both `[batch, seq]`, to `[batch, seq, hidden]`."""
@@ -221,6 +223,7 @@ class Decoder(nn.Module):
         labels: torch.Tensor | None,
         logits_to_keep: torch.Tensor | None = None,
         logits_function: LogitsFunction | None = None,
+        temperature: float = 1.0,
     ) -> torch.Tensor:
         """Applies the final norm and the head to `x` `[batch, seq, hidden]`.
 
@@ -229,15 +232,18 @@ class Decoder(nn.Module):
         config = self.config
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         x = self.norm(x if logits_to_keep is None else self.select(x, logits_to_keep)).to(head.dtype)
-        if config.logits_scaling != 1.0:
-            x = x / config.logits_scaling
+        softcap, divisor = config.logit_softcap, config.logits_scaling * temperature
+        if divisor != 1.0:
+            x = x / divisor
+        if softcap is not None:  # cap(logits / T, softcap / T) is cap(logits, softcap) / T
+            softcap = softcap / temperature
         if logits_function is not None:
-            return self.map_logits(x, head, logits_function, config.logit_softcap)
+            return self.map_logits(x, head, logits_function, softcap)
         if labels is not None:
-            return self.token_logprobs(x, head, labels, config.logit_softcap)
+            return self.token_logprobs(x, head, labels, softcap)
         logits = self.logits(x, head)
         logits = logits if logits_to_keep is None else logits[:, : len(logits_to_keep)]
-        return cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), config.logit_softcap)
+        return cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
 
     def masks(
         self,

@@ -32,14 +32,14 @@ def forward_of(model: nn.Module, *, normalizers: bool = False) -> Callable[[dict
     A custom model only needs to map tokens `[batch, seq]` to logits `[batch, seq, vocab]`. Its `forward` gets
     `positions`, `segments` and `labels` if it has these arguments. If it has no argument `labels`, the returned
     function computes the labels' log-probabilities from the logits. So it does for `logits_function`, a function of
-    chunks of logits as in `weft.kernels.map_logits`.
+    chunks of logits as in `weft.kernels.map_logits`, and for `temperature`, which divides logits.
 
     Args:
         normalizers: whether calls with `labels` return normalizers, too (`return_normalizers`).
 
     Raises:
         UserError: raised by the returned function if the inputs have `segments`, but the model's `forward` has no such
-            argument.
+            argument; or if they have a `temperature`, and the model has no such argument and returns no logits.
     """
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -54,15 +54,25 @@ def forward_of(model: nn.Module, *, normalizers: bool = False) -> Callable[[dict
                 f"{name}.forward has no argument `segments`, so attention would cross documents; add the argument, or "
                 "set data.packing to concatenate and data.document_attention to false"
             )
-        left = ("tokens", "labels") if from_logits else ("tokens",)
+        temperature, labels = inputs.get("temperature", 1.0), inputs.get("labels")
+        divides = temperature != 1.0 and "temperature" not in parameters
+        if divides and "labels" in parameters and parameters["labels"].default is inspect.Parameter.empty:
+            name = type(model).__name__.removeprefix("FSDP")
+            raise UserError(
+                f"{name}.forward requires `labels` and has no argument `temperature`, so logits cannot be divided by "
+                f"{temperature}; add the argument, or return logits if `labels` is None"
+            )
+        left = ("tokens", "labels") if from_logits or divides else ("tokens",)
         accepted = {k: v for k, v in inputs.items() if k in parameters and k not in left}
         outputs = model(inputs["tokens"], **accepted)
+        if divides:
+            outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32)) / temperature
         function = inputs.get("logits_function")
         if function is not None and "logits_function" not in parameters:
             logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).flatten(0, 1)
             return function(logits, slice(0, len(logits))).unflatten(0, outputs.shape[:2])
-        if not from_logits or inputs.get("labels") is None:
+        if "labels" not in left or labels is None:
             return outputs
-        return logprobs_of_logits(outputs, inputs["labels"], normalizers=normalizers)
+        return logprobs_of_logits(outputs, labels, normalizers=normalizers)
 
     return call

@@ -56,6 +56,7 @@ class TransformersModel(nn.Module):
         segments: torch.Tensor | None = None,
         cache: Any = None,
         labels: torch.Tensor | None = None,
+        temperature: float = 1.0,
     ) -> torch.Tensor:
         """Runs the model.
 
@@ -66,6 +67,7 @@ class TransformersModel(nn.Module):
                 reports these models.
             cache: a cache that `new_cache` returned. Earlier tokens are in the cache, and `tokens` are added to it.
             labels: `[batch, seq]`, the token ids to return log-probabilities of.
+            temperature: divides the logits.
 
         Returns:
             Logits `[batch, seq, vocab]`; with `labels`, the labels' log-probabilities `[batch, seq]`, in nats. Both are
@@ -76,10 +78,11 @@ class TransformersModel(nn.Module):
             scale, softcap = self.head
             weight = self.get_output_embeddings().weight
             hidden = self.base_model(tokens, **arguments)[0].to(weight.dtype)  # the residual stream may be wider
-            hidden = hidden if scale == 1.0 else hidden * scale
-            return self.token_logprobs(hidden, weight, labels, softcap)
+            hidden = hidden if scale == temperature else hidden * (scale / temperature)
+            return self.token_logprobs(hidden, weight, labels, None if softcap is None else softcap / temperature)
         logits = super().forward(tokens, **arguments).logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits if temperature == 1.0 else logits / temperature
         if labels is None:
             return logits
         return logprobs_of_logits(logits, labels)
