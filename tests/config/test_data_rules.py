@@ -228,8 +228,12 @@ def test_pairs_of_answers_are_not_learned_as_text():
     )
     single = SINGLE.replace("train: a", "train: a, validation: b")
     assert shows(one(single, data=True), "run.yaml:2: data.validation: b is a store of preference pairs")
-    write("class Pairs:\n    weight = inputs = loss = None\n    def __init__(self): ...\n", "mine.py")
-    load(MIX + "objective: {type: 'mine:Pairs'}\n", data=True)
+    write("class Pairs:\n    data = 'preferences'\n    weight = inputs = loss = None\n", "mine.py")
+    mine = "objective: {type: 'mine:Pairs'}\n"
+    said = "run.yaml:4: data.train[0].store: a is a store of texts, but the objective mine:Pairs learns from preference"
+    assert shows(one(MIX + mine, data=True), said)
+    make_store("p", 5000, kind="preferences")
+    load(SINGLE.replace("train: a", "train: b, validation: p") + mine, data=True)
     make_store("c", 5000, kind="conversations")
     load(SINGLE.replace("train: a", "train: c"), data=True)
 

@@ -180,6 +180,3 @@ def test_an_earlier_answer_in_the_prompt_is_not_learned(folder, marked):
     twice, _ = encode(encoder(folder, TWICE, choose_layout([record])), [record])
     learned = [decode([i for i, m in zip(*document, strict=True) if m]) for document in twice]
     assert learned == ["Yo<|im_end|><|endoftext|>", "No<|im_end|>No<|im_end|><|endoftext|>"]
-    same = {"chosen": [ASKED, SAID], "rejected": [ASKED, SAID]}
-    documents, _ = encode(encoder(folder, source, choose_layout([same])), [same])
-    assert documents[0] == documents[1]

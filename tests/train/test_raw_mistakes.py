@@ -27,7 +27,7 @@ from weft.errors import ConfigError
         ('{"question": "a"}', {}, "data.train: PATH: the first records have no known layout (their keys: 'question')"),
         ('{"question": "a"}', {"fields": {"inputs": "x"}, "layout": "pairs"}, "data.fields.inputs: unknown field"),
         ('{"text": "a b c"}', {"train_on": "last"}, "data.train_on: no effect, because data.train (PATH) has texts"),
-        ('{"chosen": "a", "rejected": "b", "prompt": "c"}', {}, "no built-in objective learns from"),
+        ('{"chosen": "a", "rejected": "b", "prompt": "c"}', {}, "records of preferences, a chosen and a rej"),
         ('{"prompt": "a", "completion": "b"}', {"chat_template": "none"}, "data.chat_template none: not found; use a"),
         ('{"messages": [{"role": "user", "content": "a"}]}', {}, "my.jsonl:1: no assistant message"),
     ],

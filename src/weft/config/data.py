@@ -174,8 +174,9 @@ class DataSection(Section):
     or all tokens. Default: `assistant`.
     """
     overlong: Literal["drop", "truncate"] | None = None
-    """What is done with raw conversations of more than `sequence_length` tokens. Default: `drop`, which leaves them out
-    and reports their number.
+    """What is done with raw conversations of more than `sequence_length` tokens, and with preferences whose two
+    documents together have more. Default: `drop`, which leaves them out and reports their number. `truncate` cuts off
+    the end, at the same position in both documents of a preference.
     """
     sequence_length: int | None = Field(None, ge=1)
     """Number of tokens per sequence. Default: the smaller of 1024 and `model.max_position_embeddings`."""

@@ -7,6 +7,7 @@ import re
 from weft.config.data import DataSection
 from weft.config.derive import DEFAULT_SEQUENCES, count_steps
 from weft.config.draft import Draft
+from weft.config.objective_data import objective_data
 from weft.config.python_source import NotFound, find_class
 from weft.config.section import partial_section
 from weft.config.signature import method_signature
@@ -190,6 +191,9 @@ def _check_length_warmup(draft: Draft) -> None:
             remedy = f"set {' or '.join(map(str, fitting[:4]))}" if fitting else "set an even sequence_length"
             what = f"{start} is not sequence_length ({length}) divided by 2, 4, 8, ..."
             draft.report("data.length_warmup.start", f"{what}; {remedy}", "data.sequence_length")
+    if start and (objective := draft.get("objective.type")) is not None and objective_data(objective).whole:
+        what = f"a warm-up splits documents, but the objective {objective} needs complete answers; remove the key"
+        draft.report("data.length_warmup", what, "objective.type")
     check_warm_up(draft, "data.length_warmup.steps", run_steps(draft), 5)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from weft.config.data_rules import check_shares, data_section, run_steps, sequences_per_step
 from weft.config.draft import Draft
+from weft.config.objective_data import mismatch, objective_data
 from weft.config.raw_rules import check_raw, fill_packing, fill_tokenizer
 from weft.config.tree import wrong_folder_hint
 from weft.errors import UserError
@@ -51,7 +52,7 @@ def check_headers(draft: Draft) -> int | None:
             draft.report(key, f"{what}; shorten data.sequence_length or pack more text")
     _check_tokenizers(draft, tokenizer, train, held_out)
     _check_unknown_tokenizers(draft, [*train, *held_out])
-    _check_preferences(draft, [*train, *held_out])
+    _check_objective_data(draft, [*train, *held_out])
     _check_vocabulary(draft, tokenizer, train)
     _check_ids(draft, [*train, *held_out])
     # The sizes of custom datasets and of raw data are known when the run starts.
@@ -147,13 +148,23 @@ def _check_unknown_tokenizers(draft: Draft, stores: list[Opened]) -> None:
                 break
 
 
-def _check_preferences(draft: Draft, stores: list[Opened]) -> None:
-    """Reports preference stores if the objective is built in, because no built-in objective learns from pairs."""
+def _check_objective_data(draft: Draft, stores: list[Opened]) -> None:
+    """Reports stores that do not contain what the objective learns from."""
     objective = draft.get("objective.type")
-    for key, path, header in stores:
-        if header.kind == "preferences" and objective is not None and ":" not in objective:
-            what = f"{path} is a store of preference pairs, but the objective {objective} learns from text"
-            draft.report(key, f"{what}; use a store of texts or conversations, or set a custom objective")
+    needs = objective_data(objective) if objective is not None else None
+    for key, path, header in stores if needs is not None else ():
+        what = mismatch(str(objective), needs, header.kind)
+        if what is not None:
+            draft.report(key, f"{path} {what}", "objective.type")
+    pairs = next((store for store in stores if store.header.kind == "preferences"), None)
+    if (
+        pairs is not None
+        and needs is not None
+        and needs.kind == pairs.header.kind
+        and draft.get("data.packing") == "concatenate"
+    ):
+        what = f"concatenate would split the preference pairs of {pairs.path}; set best_fit or pad"
+        draft.report("data.packing", what)
 
 
 def _check_vocabulary(draft: Draft, tokenizer: TokenizerHeader | None, train: list[Opened]) -> None:

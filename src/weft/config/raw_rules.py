@@ -14,6 +14,8 @@ from weft.headers import StoreHeader, read_tokenizer_header
 
 # Keys of `data` that say how raw data is packed.
 RAW_KEYS = ("layout", "fields", "chat_template", "train_on", "overlong")
+# Kinds of token stores whose documents are separate by default: `packing: best_fit`.
+SEPARATE = ("conversations", "preferences")
 # Suffixes of token files of other tools, which would be read as text.
 TOKEN_FILES = (".bin", ".idx", ".pbin", ".npy", ".mds")
 
@@ -97,9 +99,9 @@ def fill_packing(draft: Draft, stores: list[StoreHeader]) -> None:
     section = data_section(draft)
     if "data.packing" not in draft.values or section.packing is not None or section.raw:
         return
-    kinds = {header.kind for header in stores}
-    for name, value in default_packing("conversations" in kinds, separate=_stated(draft)).items():
-        draft.fill(f"data.{name}", value, "for conversations" if "conversations" in kinds else "default")
+    kind = next((header.kind for header in stores if header.kind in SEPARATE), None)
+    for name, value in default_packing(kind is not None, separate=_stated(draft)).items():
+        draft.fill(f"data.{name}", value, f"for {kind}" if kind is not None else "default")
     check_document_attention(draft)
 
 
@@ -113,7 +115,8 @@ def default_packing(conversations: bool, separate: bool | None) -> dict[str, obj
     """Returns the values of `packing` and `document_attention` for a run file that does not set `packing`.
 
     Args:
-        conversations: whether training data are conversations; without token stores for training, validation data.
+        conversations: whether training data have a kind in `SEPARATE`; without token stores for training, validation
+            data.
         separate: `data.document_attention`, if the run file sets the key.
     """
     if conversations and separate is not False:

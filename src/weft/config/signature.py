@@ -108,6 +108,33 @@ def has_attribute(source: ClassSource, name: str) -> bool | None:
     return None if None in classes else False
 
 
+def assigned_value(source: ClassSource, name: str) -> ast.expr | None:
+    """Returns the expression that a class assigns to its attribute `name`, in its body or in a method to `self`.
+
+    Base classes follow. The result is None if there is no such assignment, or several in one class.
+    """
+    for each in filter(None, _lineage(source)):
+        found = [value for target, value in _assignments(each.node) if name == target]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
+
+
+def _assignments(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
+    """Yields name and value of each assignment to a name, or to an attribute of `self`, within a class."""
+    for part in ast.walk(node):
+        targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
+        value = getattr(part, "value", None)
+        for target in targets if isinstance(part, ast.Assign | ast.AnnAssign) and value is not None else ():
+            pairs = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = list(zip(target.elts, value.elts, strict=False))
+            for one, its in pairs:
+                name = dotted_name(one) if one is not None else None
+                if name is not None and name.count(".") == name.startswith("self."):
+                    yield name.removeprefix("self."), its
+
+
 def _lineage(source: ClassSource, depth: int = DEPTH) -> Iterator[ClassSource | None]:
     """Yields a class and its base classes, depth first, and None for a base class that cannot be read."""
     yield source

@@ -32,8 +32,9 @@ def show(
     Args:
         tokenizer: the tokenizer of the store. Default: the one that packed raw data into the user's cache; if it is not
             known, ids are shown.
-        numbers: indices of the documents. Default: evenly spaced documents.
-        samples: number of documents if `numbers` is None.
+        numbers: indices of the documents. Default: evenly spaced documents, or pairs of documents in a store of
+            preferences.
+        samples: number of documents or pairs if `numbers` is None.
         marks: text before and after tokens that are trained on; None: tokens are not marked.
 
     Raises:
@@ -50,11 +51,13 @@ def show(
     for number in numbers or []:
         if not 0 <= number < count:
             raise UserError(f"no document {number:,}: the store has {counted(count, 'document')}", path)
-    for number in numbers or np.linspace(0, count - 1, min(samples, count)).astype(int).tolist():
+    step = store.info.item_documents
+    items = np.linspace(0, count // step - 1, min(samples, count // step)).astype(int)
+    for number in numbers or (items[:, None] * step + np.arange(step)).flatten().tolist():
         ids = store.document(number)
         start = int(store.offsets[number]) // store.tokens.itemsize
         mask = np.ones(len(ids)) if store.loss_mask is None else store.loss_mask[start : start + len(ids)]
-        pair = ("", ": rejected answer", ": chosen answer")[0 if store.info.kind != "preferences" else 2 - number % 2]
+        pair = "" if step == 1 else f": pair {number // 2:,}, {'rejected' if number % 2 else 'chosen'} answer"
         learned = f", {np.count_nonzero(mask):,} trained on" if store.loss_mask is not None else ""
         yield f"--- document {number:,}{pair} ({counted(len(ids), 'token')}{learned})"
         runs = mask_runs(ids, mask, decoder.decode if decoder is not None else _ids)

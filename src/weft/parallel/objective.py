@@ -40,6 +40,8 @@ class Objective:
     Optional attributes of the class or the object:
 
     - `fields`: name -> `weft.objectives.Field`: fields of samples in addition to tokens, passed in `batch.extra`.
+    - `data`: "preferences" if the objective learns from token stores of preference pairs; default "text". A pair is two
+      adjacent documents of a sequence: see `Batch.by_item`.
     - `sequences_per_sample`: number of sequences per sample, such as 2 for pairs; default 1.
     - `scalars`: names of the scalars that `loss` returns.
     - `weigh_documents`: True divides `batch.weight` by its sum over each document, so that the weights of a document

@@ -10,8 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from weft.config.components import make_component
-from weft.config.data import DatasetSection, DatasetSource
+from weft.config.data import DatasetSource
 from weft.config.derive import (
     DEFAULT_MICRO_BATCH_TOKENS,
     Intervals,
@@ -30,10 +29,9 @@ from weft.data.batches.mixture_plan import MixturePlan, plan_mixture
 from weft.data.batches.order import Order
 from weft.data.batches.samples import Dataset, read_samples
 from weft.data.sequences.length_warmup import LengthWarmup
-from weft.data.sequences.packed import PackedDataset
 from weft.data.sequences.placeholder import PlaceholderDataset
 from weft.data.sequences.windows import StoreDataset
-from weft.data.stores.store import StoreInfo, TokenStore
+from weft.data.stores.store import StoreInfo
 from weft.errors import UserError
 from weft.evaluation.bits import BytesPerToken, bytes_per_token
 from weft.mixing import BLOCK, find_empty_share, shortfall
@@ -42,6 +40,7 @@ from weft.parallel.objective import Objective
 from weft.parallel.stages import stages_of_rank
 from weft.parallel.world import World
 from weft.train.given_batches import GivenBatches
+from weft.train.open_source import open_source
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,12 @@ def layout_of(objective: object, config: RunConfig) -> Layout:
         raise UserError(f"objective: {name}.fields has {sorted(taken)[0]!r}, a built-in key of batches; rename it")
     if not isinstance(sequences, int) or sequences < 1:
         raise UserError(f"objective: {name}.sequences_per_sample must be an integer >= 1, but is {sequences!r}")
+    kind = getattr(objective, "data", "text")
+    if kind not in ("text", "preferences"):
+        raise UserError(f'objective: {name}.data is {kind!r}; set "text" or "preferences"')
     weigh_documents = bool(getattr(objective, "weigh_documents", False))
     noise = bool(getattr(objective, "embedding_noise", 0.0))  # its size depends on the number of tokens
-    return Layout(dict(fields), sequences, getattr(config.model, "vocab_size", None), weigh_documents, noise)
+    return Layout(dict(fields), sequences, getattr(config.model, "vocab_size", None), weigh_documents, noise, kind)
 
 
 def open_data(config: RunConfig, world: World, console: Console | None = None, layout: Layout = PLAIN) -> Data:
@@ -293,37 +295,6 @@ def open_train(
         datasets[source.label], info = open_source(given, config, console, layout)
         stores |= {f"train/{source.label}": info} if info else {}
     return ConcatDataset(list(datasets), list(datasets.values()), layout), stores
-
-
-def open_source(
-    chosen: str | DatasetSection, config: RunConfig, console: Console | None = None, layout: Layout = PLAIN
-) -> tuple[Dataset, StoreInfo | None]:
-    """Opens a token store or a custom dataset. `data.packing` decides how a store is split into sequences.
-
-    Args:
-        chosen: path of a token store, or the config section of a custom dataset.
-
-    Returns:
-        The dataset, and the token store's `StoreInfo` (None for a custom dataset).
-
-    Raises:
-        UserError: the objective needs fields or samples that token stores do not have.
-    """
-    if isinstance(chosen, DatasetSection):
-        return make_component(chosen, "dataset"), None
-    if layout.fields or layout.sequences > 1:
-        need = (
-            f"the field {next(iter(layout.fields))!r}" if layout.fields else f"samples of {layout.sequences} sequences"
-        )
-        raise UserError(
-            f"the objective {config.objective.type} needs {need}, which a token store does not have; give a custom "
-            "dataset",
-            chosen,
-        )
-    store, length = TokenStore(chosen), sequence_length(config)
-    if config.data.packing in ("best_fit", "pad"):
-        return PackedDataset(store, length, pad=config.data.packing == "pad", console=console), store.info
-    return StoreDataset(store, length, document_attention=config.data.document_attention), store.info
 
 
 def mixture_order(config: RunConfig, train: ConcatDataset, samples: int) -> Order:

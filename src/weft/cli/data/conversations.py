@@ -49,7 +49,10 @@ def add_conversation_options(parser: argparse.ArgumentParser) -> None:
         help="train on all assistant messages (default), the last assistant message, or all tokens",
     )
     group.add_argument(
-        "--max-tokens", type=int, metavar="N", help="maximum length of a document in tokens (default: unlimited)"
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens of a document, or of both documents of a preference (default: unlimited)",
     )
     group.add_argument(
         "--overlong",

@@ -86,6 +86,7 @@ class Layout:
         weigh_documents: whether the weights of a document's tokens are divided by their sum (`Batch.weigh_documents`).
         separate_padding: whether padding on the right gets a segment of its own, as padding on the left always does, so
             that it does not count as tokens of the document.
+        data: "preferences" if samples must consist of items of two documents, a chosen and a rejected answer.
     """
 
     fields: Mapping[str, Field] = field(default_factory=dict)
@@ -93,6 +94,7 @@ class Layout:
     vocab_size: int | None = None
     weigh_documents: bool = False
     separate_padding: bool = False
+    data: str = "text"
 
     @property
     def lead(self) -> tuple[int, ...]:

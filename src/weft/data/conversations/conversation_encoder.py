@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from weft.data.conversations.endings import raise_if_endless
+from weft.data.conversations.items import Items, drop_reasons
 from weft.data.conversations.layouts import Conversation, RecordLayout, read_record
 from weft.data.conversations.messages import join_parts
 from weft.data.conversations.spans import SpanEncoder
@@ -36,9 +37,9 @@ class ConversationSpec:
         layout: keys of the records and what they contain.
         template: the chat template.
         train_on: what is trained on: every `assistant` message, the `last` assistant message, or `all` tokens.
-        max_tokens: maximum number of tokens of a document, including its end-of-document token; None: no limit.
-        overlong: whether documents with more than `max_tokens` tokens are dropped, truncated or kept. If one document
-            of a preference is dropped, the other one is dropped too.
+        max_tokens: maximum number of tokens of an item, including end-of-document tokens; None: no limit. An item is a
+            document, or both documents of a preference.
+        overlong: whether items with more than `max_tokens` tokens are dropped, truncated or kept.
         variables: variables of the template besides the messages.
         date: date that the template uses as the current date, in ISO format.
         exact: whether to encode every text with the `tokenizers` library.
@@ -88,10 +89,10 @@ class ConversationEncoder:
             raise UserError(
                 "--train-on all: preferences can only be trained on the answers; omit --train-on, or set it to last"
             )
-        if spec.max_tokens is not None and spec.max_tokens < 2:
-            raise UserError(f"--max-tokens {spec.max_tokens}: must be at least 2")
-        limit = f"{spec.max_tokens:,} tokens" if spec.max_tokens is not None else ""
-        self.drops: Sequence[str] = (f"longer than {limit}", f"nothing to learn within {limit}") if limit else ()
+        self._documents = 2 if self.kind == "preferences" else 1  # of an item
+        if spec.max_tokens is not None and spec.max_tokens < 2 * self._documents:
+            raise UserError(f"--max-tokens {spec.max_tokens}: must be at least {2 * self._documents}")
+        self.drops: Sequence[str] = drop_reasons(self._documents, spec.max_tokens)
         self._tokenizer: Tokenizer | None = None
 
     def __reduce__(self):
@@ -173,9 +174,12 @@ class ConversationEncoder:
         if empty:
             encoded.notes["with an empty answer, of which only the end is learned"] += empty
         sizes = np.array([self._size(one.text) for one in rendered], np.int64)
+        items = Items(encoded, lines, sizes, self._documents)
         if self.spec.max_tokens is not None:
-            sizes = self._shorten(encoded, lines, sizes)
-        encoded.bytes = int(sizes.sum())
+            items.limit(self.spec.max_tokens, self.spec.overlong, tokenizer)
+        if self.kind == "preferences":
+            items.drop_bad_pairs()
+        encoded.bytes = int(items.sizes.sum())
         return encoded
 
     def _has_empty_answer(self, conversation: Conversation) -> bool:
@@ -251,51 +255,6 @@ class ConversationEncoder:
         if start is None or start > end:
             raise Unfit(f"the chat template renders an answer differently when messages follow{REMEDY}")
         return start, end
-
-    def _shorten(self, encoded: Encoded, lines: list[int | None], sizes: np.ndarray) -> np.ndarray:
-        """Drops, truncates or keeps the documents in `encoded` that are longer than `max_tokens`, as `overlong` says.
-
-        Changes `encoded`, and adds a Reject for each record that is dropped.
-
-        Args:
-            lines: `Document.line` of each record. The record of a preference has two documents in `encoded`.
-            sizes: number of UTF-8 bytes of each document's text.
-
-        Returns:
-            `sizes` of the documents that are not dropped, with new values for truncated documents.
-        """
-        limit, lengths = self.spec.max_tokens, encoded.lengths
-        assert limit is not None
-        assert encoded.mask is not None
-        long = lengths > limit
-        if not long.any():
-            return sizes
-        if self.spec.overlong == "keep":
-            encoded.notes[f"longer than {limit:,} tokens, kept"] += int(long.sum())
-            return sizes
-        reason, bad = self.drops[0], long
-        keep = np.ones(len(encoded.ids), bool)
-        if self.spec.overlong == "truncate":
-            reason, bad = self.drops[1], np.zeros(len(long), bool)
-            ends = np.cumsum(lengths)
-            for number in np.flatnonzero(long).tolist():
-                start, end = int(ends[number] - lengths[number]), int(ends[number])
-                keep[start + limit - 1 : end - 1] = False
-                encoded.mask[end - 1] = (
-                    0  # the end-of-document token stays, but is not trained on: it does not end the answer
-                )
-                bad[number] = not encoded.mask[start : start + limit - 1].any()
-                sizes[number] = len(self.open().decode(encoded.ids[start : start + limit - 1].tolist()).encode())
-        each = 2 if self.kind == "preferences" else 1  # a pair is dropped together
-        dropped = np.repeat(bad.reshape(-1, each).any(axis=1), each)
-        records = np.flatnonzero(dropped[::each]).tolist()
-        encoded.rejects += [Reject(lines[number], reason) for number in records]
-        keep &= ~np.repeat(dropped, lengths)
-        encoded.ids, encoded.mask = encoded.ids[keep], encoded.mask[keep]
-        encoded.lengths = np.minimum(lengths, limit)[~dropped]
-        if self.spec.overlong == "truncate" and (long & ~dropped).any():
-            encoded.notes[f"truncated to {limit:,} tokens"] += int((long & ~dropped).sum())
-        return sizes[~dropped]
 
 
 def _find_start(base: str, before: str, text: str) -> int | None:

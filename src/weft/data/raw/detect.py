@@ -8,6 +8,7 @@ from datetime import date
 from pathlib import Path
 
 from weft.config.data import DataSection
+from weft.config.objective_data import ObjectiveData
 from weft.data.conversations.conversation_encoder import ConversationEncoder, ConversationSpec
 from weft.data.conversations.layouts import RecordLayout, choose_layout, detect_layout
 from weft.data.conversations.messages import Record
@@ -21,6 +22,10 @@ from weft.formatting import counted
 
 # Keys of `data` that apply to conversations only.
 FOR_CONVERSATIONS = ("chat_template", "train_on", "overlong")
+NEEDS_PAIRS = (
+    ", but the run's objective learns from preference pairs; use records with a chosen and a rejected answer, or set "
+    "another objective"
+)
 # Options of `weft data pack` in messages -> what a run file has instead.
 WORDS = {
     r"use --on-error skip to skip such documents": "skip such documents with `weft data pack --on-error skip`",
@@ -51,16 +56,20 @@ class RawData:
     description: str
 
 
-def detect(path: str, files: Files, data: DataSection, tokenizer: str | Path, length: int) -> RawData:
+def detect(
+    path: str, files: Files, data: DataSection, tokenizer: str | Path, length: int, needs: ObjectiveData
+) -> RawData:
     """Determines how raw data is packed, from the keys of the run file, the file names and the first records.
 
     Args:
         path: the path or pattern in the run file.
         tokenizer: folder of the run's tokenizer.
         length: number of tokens per sequence, the limit of `data.overlong`.
+        needs: what the run's objective learns from.
 
     Raises:
-        UserError: the layout cannot be detected, the chat template is not found, or the records are preferences.
+        UserError: the layout cannot be detected, the chat template is not found, or the objective does not learn from
+            such records.
     """
     fields, contents = dict(data.fields or {}), set(contents_by_format(files, Reading()).values())
     plain = data.layout is None and contents == {"text"}
@@ -74,16 +83,21 @@ def detect(path: str, files: Files, data: DataSection, tokenizer: str | Path, le
             raise UserError(f"data.fields.{other[0]}: unknown field; texts have only the field text; remove it", path)
         what = "plain text" if contents == {"text"} else f"texts in the field {reading.field!r}"
         what = f"{counted(len(files), 'file')} of {what}" if len(files) > 1 else what
+        if needs.kind == "preferences":
+            raise UserError(f"{what}{NEEDS_PAIRS}", path)
         return RawData(path, Path(tokenizer), files, reading, TextEncoder(Path(tokenizer)), what)
     if name is None and not records:
         raise_if_no_record(files, Reading(records=True))
     layout = choose_layout(records, name, fields)
-    if layout.name == "preferences":
+    if layout.name == "preferences" and needs.kind != "preferences":
         raise UserError(
-            "records of preferences, a chosen and a rejected answer each, which no built-in objective learns from; "
-            f"use conversations, or learn from one answer, with {_one_answer(records[0] if records else {}, layout)}",
+            "records of preferences, a chosen and a rejected answer each, which the run's objective does not learn "
+            "from; set an objective that learns from pairs, such as objective: {type: dpo}, or learn from one answer, "
+            f"with {_one_answer(records[0] if records else {}, layout)}",
             path,
         )
+    if layout.name != "preferences" and needs.kind == "preferences":
+        raise UserError(f"conversations in the layout {layout}{NEEDS_PAIRS}", path)
     encoder = ConversationEncoder(
         ConversationSpec(
             tokenizer=Path(tokenizer),

@@ -7,7 +7,8 @@ import os
 from weft.config.data import DataSection
 from weft.config.data_rules import missing_arguments
 from weft.config.derive import sequence_length
-from weft.config.raw_rules import default_packing
+from weft.config.objective_data import objective_data
+from weft.config.raw_rules import SEPARATE, default_packing
 from weft.config.run import RunConfig
 from weft.data.conversations.conversation_encoder import ConversationEncoder
 from weft.data.raw.cache import cached_store
@@ -72,7 +73,7 @@ def detect_sources(config: RunConfig, *, train: bool = True) -> dict[str, RawDat
     Raises:
         UserError: a file or its layout is invalid, or a key of `data` has no effect.
     """
-    data, found = config.data, {}
+    data, found, needs = config.data, {}, objective_data(config.objective.type)
     for key, path in data.raw.items():
         if key.startswith("data.train") and not train:
             continue
@@ -80,7 +81,7 @@ def detect_sources(config: RunConfig, *, train: bool = True) -> dict[str, RawDat
             raise UserError(f"{key}: {path} is raw data, which needs a tokenizer; set tokenizer")
         try:
             files = find_raw_files(path, held_out=key.startswith("data.validation"))
-            found[key] = detect(path, files, data, config.tokenizer, sequence_length(config))
+            found[key] = detect(path, files, data, config.tokenizer, sequence_length(config), needs)
         except UserError as error:
             what = in_config_words(str(error))
             place = "" if what.startswith("data.") else f"{key}: " if path in what else f"{key}: {path}: "
@@ -98,8 +99,8 @@ def _packing(config: RunConfig, data: DataSection) -> dict[str, object]:
     """Returns the defaults of `packing` and `document_attention`, which depend on the token stores."""
     stated = config.origins.get("data.document_attention", "default") != "default"
     stores = data.stores or data.held_out_stores  # custom datasets and batches of `Trainer.step` are not packed
-    conversations = any(read_store_header(store).kind == "conversations" for store in stores.values())
-    values = default_packing(conversations, data.document_attention if stated else None)
+    separate = any(read_store_header(store).kind in SEPARATE for store in stores.values())
+    values = default_packing(separate, data.document_attention if stated else None)
     what = missing_arguments(config.model.type) if values["document_attention"] else None
     if what is not None:
         raise UserError(f"data.packing: best_fit is the default for conversations, but {what}; add it")
@@ -112,11 +113,13 @@ def _packing(config: RunConfig, data: DataSection) -> dict[str, object]:
 def _report(key: str, store: str, console: Console) -> None:
     """Prints how many documents of raw data were packed, and warns of documents that were dropped or changed."""
     info = TokenStore(store).info
-    noun = "conversation" if info.kind == "conversations" else "document"
-    console.line(f"{key}: {counted(info.documents, noun)}, {counted(info.tokens, 'token')}, packed in {store}")
-    total = info.documents + sum(info.rejected.values())
+    noun = {"conversations": "conversation", "preferences": "preference pair"}.get(info.kind, "document")
+    items = info.documents // info.item_documents
+    console.line(f"{key}: {counted(items, noun)}, {counted(info.tokens, 'token')}, packed in {store}")
+    total = items + sum(info.rejected.values())
     for what, number in info.rejected.items():
-        remedy = "raise data.sequence_length" + ", or set data.overlong: truncate" * what.startswith("longer")
-        console.warning(f"{key}: dropped {number:,} of {counted(total, noun)}: {what}; {remedy}")
+        remedy = "; raise data.sequence_length" if what.endswith("tokens") else ""
+        remedy += ", or set data.overlong: truncate" * what.startswith("longer")
+        console.warning(f"{key}: dropped {number:,} of {counted(total, noun)}: {what}{remedy}")
     for what, number in info.notes.items():
         console.warning(f"{key}: {counted(number, noun)} of {total:,}: {what}")

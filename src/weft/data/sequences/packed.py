@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,32 +25,53 @@ class PackedDataset:
     `positions` that restart at each document or slice of a document. Padding is the end-of-document token, with
     weight 0.
 
+    A preference pair is never split over sequences: its chosen answer is the document with an even index 2k in
+    `segments`, and its rejected answer has the index 2k + 1. Pairs longer than a sequence, and pairs of which an answer
+    has no learned token, are left out. The same holds for each document if the samples have values per document.
+
     Args:
-        store: a store of texts or conversations. The weight of a label is its token's loss mask, or 1 without a mask.
+        store: a token store. The weight of a label is its token's loss mask, or 1 without a mask.
         sequence_length: number of inputs per sample.
-        pad: whether each sequence has only one document, or one slice of a document, and padding.
+        pad: whether each sequence has only one document (or slice of a document, or pair), and padding.
+        values: name -> value of each document of the store `[documents]`. The samples have each value at the tokens of
+            its document; see `Field.per_document`.
         console: shows the progress of building the index, and then the text of `describe`.
 
     Attributes:
         inputs: number of tokens in all samples, without padding.
         efficiency: fraction of the tokens of all samples that are not padding, 0 .. 1.
-        unlearnable: number of documents of at most one token.
+        unlearnable: number of documents of at most one token. If documents are not split: number of items (documents,
+            or pairs) with a document without a learned token.
+        too_long: number of items longer than a sequence; 0 if documents are split.
 
     Raises:
-        UserError: the store has no labels or contains preference pairs, or the index cannot be written.
+        UserError: the store has no labels, no item fits, or the index cannot be written.
     """
 
     complete = True
 
-    def __init__(self, store: TokenStore, sequence_length: int, *, pad: bool = False, console: Console | None = None):
-        if store.info.kind == "preferences":
+    def __init__(
+        self,
+        store: TokenStore,
+        sequence_length: int,
+        *,
+        pad: bool = False,
+        values: Mapping[str, np.ndarray] | None = None,
+        console: Console | None = None,
+    ):
+        self.store, self.length, self.values = store, sequence_length, dict(values or {})
+        self.pairs = store.info.kind == "preferences"
+        whole = self.pairs or bool(self.values)
+        self.index = packing_index(store, sequence_length, console, "pad" if pad else "best_fit", whole=whole)
+        self.samples, self.inputs, self.unlearnable = self.index.sequences, self.index.inputs, self.index.unlearnable
+        self.too_long, self.whole = self.index.too_long, whole
+        if self.samples < 1 and whole:
+            noun, left_out = "preference pair" if self.pairs else "document", self._left_out()
             raise UserError(
-                "preference pairs cannot be packed into sequences; use a store of texts or conversations",
+                f"no {noun} has a learned token and fits into a sequence of {sequence_length:,} tokens{left_out}; "
+                "raise data.sequence_length, or pack more data",
                 store.path,
             )
-        self.store, self.length = store, sequence_length
-        self.index = packing_index(store, sequence_length, console, "pad" if pad else "best_fit")
-        self.samples, self.inputs, self.unlearnable = self.index.sequences, self.index.inputs, self.index.unlearnable
         if self.samples < 1:
             raise UserError(
                 "no document has two or more tokens, so there is nothing to learn; pack more text", store.path
@@ -60,18 +82,41 @@ class PackedDataset:
 
     def describe(self) -> str:
         """Returns a summary of the packing in one line."""
-        left_out = f", {self.unlearnable:,} of one token left out" if self.unlearnable else ""
+        noun = "preference pair" if self.pairs else "document"
         return (
-            f"{self.store.path}: {counted(self.store.num_documents, 'document')}{left_out}, packed into "
+            f"{self.store.path}: {counted(self.index.documents, noun)}{self._left_out()}, packed into "
             f"{counted(self.samples, 'sequence')} of {self.length:,}, {1 - self.efficiency:.2%} padding"
         )
+
+    def _left_out(self) -> str:
+        unlearnable = "without learned tokens" if self.whole else "of one token"
+        if self.pairs:
+            unlearnable = "with an answer without learned tokens"
+        found = {f"longer than {self.length:,} tokens": self.too_long, unlearnable: self.unlearnable}
+        return "".join(f", {number:,} {reason} left out" for reason, number in found.items() if number)
 
     def __len__(self) -> int:
         return self.samples
 
+    def documents(self, index: int) -> np.ndarray:
+        """Returns the indices in the store of the documents of a sample, in order, int64 `[documents]`.
+
+        The document at position `d` has the index `d` in the sample's `segments`.
+        """
+        return self._contents(index)[0]
+
+    def _contents(self, index: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Returns the documents of a sample, the number of inputs of each, and the index of the slice or -1."""
+        items, sizes, slice_ = self.index.items_of(index, self.length)
+        documents = items.astype(np.int64)
+        if self.pairs:
+            documents = (2 * documents[:, None] + np.arange(2)).reshape(-1)
+            sizes = self.store.lengths[documents].astype(np.int64) - 1
+        return documents, sizes, slice_
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         store, length = self.store, self.length
-        documents, sizes, slice_ = self.index.documents_of(index, length)
+        documents, sizes, slice_ = self._contents(index)
         first = store.offsets[documents] // store.tokens.dtype.itemsize
         # A document's remainder is its end, after its full-length slices.
         first = first + (store.lengths[documents] - 1 - sizes if slice_ < 0 else slice_ * length)
@@ -86,9 +131,12 @@ class PackedDataset:
         tokens[:filled], labels[:filled] = store.tokens[source], store.tokens[source + 1]
         weight = np.zeros(length, np.float32)
         weight[:filled] = 1 if store.loss_mask is None else store.loss_mask[source + 1]
-        return {"tokens": tokens, "labels": labels, "weight": weight, "positions": positions, "segments": segments}
+        sample = {"tokens": tokens, "labels": labels, "weight": weight, "positions": positions, "segments": segments}
+        for name, values in self.values.items():
+            sample[name] = np.zeros(length, values.dtype)  # of padding too
+            sample[name][:filled] = values[documents][segments[:filled]]
+        return sample
 
     def where(self, index: int) -> str:
         """Describes the origin of a sample, for messages."""
-        documents, _, _ = self.index.documents_of(index, self.length)
-        return f"document {int(documents[0]):,} of {self.store.path} (packed sequence {index:,})"
+        return f"document {int(self.documents(index)[0]):,} of {self.store.path} (packed sequence {index:,})"

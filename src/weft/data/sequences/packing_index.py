@@ -2,6 +2,9 @@
 
 A document of n tokens has n - 1 inputs, each with the next token as its label. A document with more inputs than a
 sequence is split into full-length slices and a remainder. Remainders are packed by best fit.
+
+With `whole`, nothing is split. What is packed are items: a document, or the two adjacent documents of a preference.
+Items that do not fit into a sequence, and items with a document without learned labels, are in no sequence.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from weft.data.sequences.best_fit import Patterns, best_fit_decreasing, one_per_sequence
-from weft.data.stores.indexed import map_file, release_pages
+from weft.data.stores.indexed import document_blocks, map_file, release_pages
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError
 from weft.files import cache_folder, hidden_folder, locked, publish, sync_tree
@@ -34,19 +38,23 @@ class PackingIndex:
 
     Sequences `0 .. full - 1` are full-length slices of long documents. The other sequences contain remainders.
 
+    "Item" means a document of the store, or a preference pair if the index was built with `whole`.
+
     Attributes:
-        documents: number of documents of the store.
-        unlearnable: number of documents of at most one token, which are in no sequence.
+        documents: number of items of the store.
+        unlearnable: number of items that are in no sequence, because a document has at most one token or, with `whole`,
+            no learned label.
         inputs: number of tokens in all sequences, without padding.
         full: number of sequences that are full-length slices.
         sequences: number of all sequences.
         long: indices in the store of the documents with full-length slices, int64.
         long_firsts: for each document in `long`, the index of the sequence that contains its first slice, int64.
-        order: indices in the store of the documents with a remainder, sorted by the remainder's size and then by index.
+        order: indices in the store of the items with a remainder, sorted by the remainder's size and then by index.
         patterns: the sequences with remainders, grouped by the sizes of their remainders. As returned by
             `best_fit_decreasing`, except that `firsts` contains positions in `order`.
         bin_firsts: index of the first sequence of each pattern, counted from `full`. The last element is the number of
             sequences with remainders. int64.
+        too_long: number of items that are in no sequence, because they are longer than a sequence. 0 without `whole`.
     """
 
     documents: int
@@ -59,15 +67,15 @@ class PackingIndex:
     order: np.ndarray
     bin_firsts: np.ndarray
     patterns: Patterns
+    too_long: int = 0
 
-    def documents_of(self, sequence: int, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def items_of(self, sequence: int, length: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Returns the contents of sequence `sequence`, whose length is `length`.
 
         Returns:
-            The indices in the store of the documents in this sequence; the number of inputs of each of these documents
-            that the sequence contains; and, for a full-length slice, the index of the slice in its document. If the
-            sequence is not a full-length slice, this index is -1, and the sequence contains the last inputs of each of
-            its documents.
+            The indices in the store of the items in this sequence; the number of inputs of each of these items that the
+            sequence contains; and, for a full-length slice, the index of the slice in its document. If the sequence is
+            not a full-length slice, this index is -1, and the sequence contains the last inputs of each of its items.
         """
         if sequence < self.full:
             at = int(np.searchsorted(self.long_firsts, sequence, side="right")) - 1
@@ -82,8 +90,33 @@ class PackingIndex:
         return np.concatenate(documents), np.repeat(self.patterns.sizes[entries], repeats), -1
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What determines an index. The arguments of `packing_index` have the same names."""
+
+    store: TokenStore
+    length: int
+    method: str
+    whole: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}{'-whole' * self.whole}-{self.length}"
+
+    @property
+    def digest(self) -> str:
+        """The digest of the store's index; with `whole`, joined with that of the loss mask."""
+        info = self.store.info
+        return f"{info.idx_sha256} {info.mask_sha256}" if self.whole else info.idx_sha256
+
+
 def packing_index(
-    store: TokenStore, length: int, console: Console | None = None, method: str = "best_fit"
+    store: TokenStore,
+    length: int,
+    console: Console | None = None,
+    method: str = "best_fit",
+    *,
+    whole: bool = False,
 ) -> PackingIndex:
     """Opens the store's index for sequences of `length` tokens, and builds the index first if it does not exist.
 
@@ -93,21 +126,23 @@ def packing_index(
     is kept.
 
     Args:
-        method: "best_fit", or "pad" for one document per sequence.
+        method: "best_fit", or "pad" for one item per sequence.
+        whole: whether to pack items that are never split, and to leave out items without learned labels.
 
     Raises:
         UserError: the index cannot be written.
     """
-    name = f"{method}-{length}"
+    request = _Request(store, length, method, whole)
+    name = request.name
     places = [store.path / "packing" / name, cache_folder() / "packing" / store.info.idx_sha256[:16] / name]
     for place in places:
-        if (found := _open(place, store, length)) is not None:
+        if (found := _open(place, request)) is not None:
             return found
     for place in places:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             with locked(place.parent / f".{name}.lock") as alone:
-                return _open(place, store, length) or _build(place, store, length, alone, console or Console(False))
+                return _open(place, request) or _build(place, request, alone, console or Console(False))
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or place is places[-1]:
                 raise UserError(
@@ -118,11 +153,11 @@ def packing_index(
     raise AssertionError("unreachable")
 
 
-def _open(folder: Path, store: TokenStore, length: int) -> PackingIndex | None:
+def _open(folder: Path, request: _Request) -> PackingIndex | None:
     """Returns the index in `folder`, or None if the index is missing, is incomplete or belongs to another store."""
     try:
         about = json.loads((folder / "index.json").read_bytes())
-        if (about["version"], about["store"], about["length"]) != (VERSION, store.info.idx_sha256, length):
+        if (about["version"], about["store"], about["length"]) != (VERSION, request.digest, request.length):
             return None
         arrays = {}
         for name, (dtype, count) in about["arrays"].items():
@@ -136,48 +171,47 @@ def _open(folder: Path, store: TokenStore, length: int) -> PackingIndex | None:
     return PackingIndex(**about["counts"], **arrays, patterns=patterns)
 
 
-def _build(place: Path, store: TokenStore, length: int, locked: bool, console: Console) -> PackingIndex:
+def _build(place: Path, request: _Request, locked: bool, console: Console) -> PackingIndex:
     """Writes the index to a temporary folder, renames the folder to `place`, and opens the index.
 
     Args:
-        length: number of tokens per sequence.
         locked: whether this process holds the lock, so that no other process builds the index.
     """
     if locked:  # no other process is writing, so partial folders were left by killed processes
         for left in place.parent.glob(f".{place.name}.*.partial"):
             shutil.rmtree(left, ignore_errors=True)
     with hidden_folder(place, uuid.uuid4().hex) as partial:
-        _write(partial, store, length, console, pad=place.name.startswith("pad"))
+        _write(partial, request, console)
         sync_tree(partial)
         try:  # an existing index that cannot be opened is damaged, or is that of another store
-            publish(partial, place, replace=_open(place, store, length) is None)
+            publish(partial, place, replace=_open(place, request) is None)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process has published the same index
                 raise
-    index = _open(place, store, length)
+    index = _open(place, request)
     if index is None:
         raise OSError(errno.EIO, "another program changed the index while it was being built; run the command again")
     return index
 
 
-def _write(folder: Path, store: TokenStore, length: int, console: Console, *, pad: bool) -> None:
+def _write(folder: Path, request: _Request, console: Console) -> None:
     """Writes the index in two passes over the documents' lengths.
 
-    The first pass counts the documents of each size; the second sorts the documents by size.
-
-    `pad`: whether each remainder has a sequence of its own.
+    The first pass counts the items of each size; the second sorts the items by size.
     """
-    documents = store.num_documents
-    counts = np.zeros(length, np.int64)
-    long = full = unlearnable = 0
-    with console.progress(documents, "packing into sequences", unit="document") as bar:
-        for start, remainders, at, slices in _remainders(store, length):
-            counts += np.bincount(remainders, minlength=length)
-            long, full = long + len(slices), full + int(slices.sum())
-            unlearnable += int(np.count_nonzero(remainders == 0) - np.count_nonzero(remainders[at] == 0))
-            bar.update((start + len(remainders)) // 2)  # half of the work
+    store, length = request.store, request.length
+    blocks = _items if request.whole else _documents
+    items = store.num_documents // (store.info.item_documents if request.whole else 1)
+    counts = np.zeros(length + 1, np.int64)
+    long = full = unlearnable = too_long = 0
+    with console.progress(items, "packing into sequences", unit="document") as bar:
+        for block in blocks(store, length):
+            counts += np.bincount(block.sizes, minlength=length + 1)
+            long, full = long + len(block.slices), full + int(block.slices.sum())
+            unlearnable, too_long = unlearnable + block.unlearnable, too_long + block.too_long
+            bar.update((block.first + len(block.sizes)) // 2)  # half of the work
         counts[0] = 0
-        patterns = one_per_sequence(counts) if pad else best_fit_decreasing(counts, length)
+        patterns = one_per_sequence(counts) if request.method == "pad" else best_fit_decreasing(counts, length)
         begins = np.cumsum(counts) - counts  # position of each size in the order
         small = {
             "bins": patterns.bins,
@@ -189,23 +223,24 @@ def _write(folder: Path, store: TokenStore, length: int, console: Console, *, pa
         }
         for name, array in small.items():
             array.astype("<i8").tofile(folder / f"{name}.bin")
-        order = _DocumentsBySize(folder / "order.bin", "<u4" if documents <= 1 << 32 else "<i8", int(counts.sum()))
+        order = _ItemsBySize(folder / "order.bin", "<u4" if items <= 1 << 32 else "<i8", int(counts.sum()))
         before = 0
         with open(folder / "long.bin", "wb") as long_file, open(folder / "long_firsts.bin", "wb") as firsts_file:
-            for start, remainders, at, slices in _remainders(store, length):
-                order.put(start, remainders, begins)
-                long_file.write((start + at).astype("<i8").tobytes())
-                firsts_file.write((before + np.cumsum(slices) - slices).astype("<i8").tobytes())
-                before += int(slices.sum())
-                bar.update((documents + start + len(remainders)) // 2)
+            for block in blocks(store, length):
+                order.put(block.first, block.sizes, begins)
+                long_file.write((block.first + block.long).astype("<i8").tobytes())
+                firsts_file.write((before + np.cumsum(block.slices) - block.slices).astype("<i8").tobytes())
+                before += int(block.slices.sum())
+                bar.update((items + block.first + len(block.sizes)) // 2)
     about = {
         "version": VERSION,
-        "store": store.info.idx_sha256,
+        "store": request.digest,
         "length": length,
         "counts": {
-            "documents": documents,
+            "documents": items,
             "unlearnable": unlearnable,
-            "inputs": int(counts @ np.arange(length)) + full * length,
+            "too_long": too_long,
+            "inputs": int(counts @ np.arange(length + 1)) + full * length,
             "full": full,
             "sequences": full + int(patterns.bins.sum()),
         },
@@ -215,23 +250,56 @@ def _write(folder: Path, store: TokenStore, length: int, console: Console, *, pa
     (folder / "index.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
-def _remainders(store: TokenStore, length: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """Computes the number of full-length slices and the remainder of each document, in blocks of documents.
+class _Block(NamedTuple):
+    """The sizes of consecutive items.
 
-    Yields:
-        The index of the block's first document in the store; the remainder of each document; the positions of long
-        documents in the block; and the number of full-length slices of each long document.
+    Attributes:
+        first: index of the first item.
+        sizes: number of inputs of each item, without full-length slices, int32 or int64; 0 for items that are left out.
+        long: positions in the block of the documents with full-length slices.
+        slices: number of full-length slices of each of these documents, int64.
+        unlearnable, too_long: number of items that are left out, as in `PackingIndex`.
     """
+
+    first: int
+    sizes: np.ndarray
+    long: np.ndarray
+    slices: np.ndarray
+    unlearnable: int
+    too_long: int = 0
+
+
+def _documents(store: TokenStore, length: int) -> Iterator[_Block]:
+    """Yields blocks of documents, which are split if they are longer than a sequence."""
     for start in range(0, store.num_documents, BLOCK):
         remainders = np.maximum(np.asarray(store.lengths[start : start + BLOCK], np.int32) - 1, 0)
+        unlearnable = int(np.count_nonzero(remainders == 0))
         at = np.flatnonzero(remainders >= length)
         slices, remainders[at] = np.divmod(remainders[at], length)
         release_pages(store.lengths)
-        yield start, remainders, at, slices.astype(np.int64)
+        yield _Block(start, remainders, at, slices.astype(np.int64), unlearnable)
 
 
-class _DocumentsBySize:
-    """A file of document indices sorted by the documents' sizes. It is filled block by block."""
+def _items(store: TokenStore, length: int) -> Iterator[_Block]:
+    """Yields blocks of items, which are not split. Items without learned labels, and too long ones, have size 0."""
+    step, none = store.info.item_documents, np.zeros(0, np.int64)
+    for first, stop, begin, end in document_blocks(store.lengths, step):
+        lengths = np.array(store.lengths[first:stop], np.int64)
+        sizes = learned = np.maximum(lengths - 1, 0)
+        if store.loss_mask is not None:
+            before = np.concatenate(([0], np.cumsum(store.loss_mask[begin:end] > 0)))
+            ends = np.cumsum(lengths)
+            learned = before[ends] - before[ends - sizes]  # the first token of a document is no label
+        release_pages(store.lengths, store.loss_mask)
+        learnable = (learned.reshape(-1, step) > 0).all(1)
+        sizes = sizes.reshape(-1, step).sum(1)
+        fits = sizes <= length
+        left_out = int(np.count_nonzero(~learnable)), int(np.count_nonzero(learnable & ~fits))
+        yield _Block(first // step, np.where(learnable & fits, sizes, 0), none, none, *left_out)
+
+
+class _ItemsBySize:
+    """A file of item indices sorted by the items' sizes. It is filled block by block."""
 
     def __init__(self, path: Path, dtype: str, count: int):
         self.path, self.dtype, self.count = path, dtype, count
@@ -243,11 +311,11 @@ class _DocumentsBySize:
                 file.truncate(size)
 
     def put(self, start: int, sizes: np.ndarray, begins: np.ndarray) -> None:
-        """Writes the document indices `start`, `start + 1`, ... to their positions in the file.
+        """Writes the item indices `start`, `start + 1`, ... to their positions in the file.
 
         Args:
-            sizes: size of each document; documents of size 0 are left out.
-            begins: for each size, the position in the file of the next document of this size. The call updates it.
+            sizes: size of each item; items of size 0 are left out.
+            begins: for each size, the position in the file of the next item of this size. The call updates it.
         """
         if len(begins) <= 1 << 16:
             sizes = sizes.astype(np.uint16)  # radix sort, ten times faster

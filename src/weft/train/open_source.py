@@ -1,0 +1,52 @@
+"""Opens a source of samples: a token store, whose documents are packed into sequences, or a custom dataset."""
+
+from __future__ import annotations
+
+from weft.config.components import make_component
+from weft.config.data import DatasetSection
+from weft.config.derive import sequence_length
+from weft.config.objective_data import ObjectiveData, mismatch
+from weft.config.run import RunConfig
+from weft.data.batches.layout import PLAIN, Layout
+from weft.data.batches.samples import Dataset
+from weft.data.sequences.packed import PackedDataset
+from weft.data.sequences.windows import StoreDataset
+from weft.data.stores.store import StoreInfo, TokenStore
+from weft.errors import UserError
+from weft.observe.console import Console
+
+
+def open_source(
+    chosen: str | DatasetSection, config: RunConfig, console: Console | None = None, layout: Layout = PLAIN
+) -> tuple[Dataset, StoreInfo | None]:
+    """Opens a token store or a custom dataset. `data.packing` decides how a store is split into sequences.
+
+    Args:
+        chosen: path of a token store, or the config section of a custom dataset.
+
+    Returns:
+        The dataset, and the token store's `StoreInfo` (None for a custom dataset).
+
+    Raises:
+        UserError: the store is damaged, or does not have the documents, fields or samples that the objective needs.
+    """
+    if isinstance(chosen, DatasetSection):
+        return make_component(chosen, "dataset"), None
+    if layout.fields or layout.sequences > 1:
+        need = (
+            f"the field {next(iter(layout.fields))!r}" if layout.fields else f"samples of {layout.sequences} sequences"
+        )
+        raise UserError(
+            f"the objective {config.objective.type} needs {need}, which a token store does not have; give a custom "
+            "dataset",
+            chosen,
+        )
+    store, length, packing = TokenStore(chosen), sequence_length(config), config.data.packing
+    what = mismatch(config.objective.type, ObjectiveData(layout.data), store.info.kind)
+    if what is not None:
+        raise UserError(what, chosen)
+    if packing in ("best_fit", "pad"):
+        return PackedDataset(store, length, pad=packing == "pad", console=console), store.info
+    if layout.data == "preferences":
+        raise UserError("data.packing: concatenate would split preference pairs; set best_fit or pad", chosen)
+    return StoreDataset(store, length, document_attention=config.data.document_attention), store.info
