@@ -34,13 +34,14 @@ def page(tmp_path, monkeypatch):
 
 
 def test_the_files_are_short_and_in_the_houses_style(page):
-    assert set(FILES) == {"run.yaml", "my_loop.py", "my_rewards.py", "my_reward_loop.py", "my_fabric.py"}
+    programs = {"my_loop.py", "my_rewards.py", "my_reward_loop.py", "my_policy_loop.py", "my_fabric.py"}
+    assert set(FILES) == {"run.yaml", *programs}
     assert all(len(text.splitlines()) <= 24 for text in FILES.values())
     check_style()
 
 
 def test_the_loop_is_the_same_on_two_ranks_and_resumes(page, capfd):
-    loop, on_ranks, _ = commands(TEXT)
+    loop, on_ranks, *_ = commands(TEXT)
     assert loop.text == "python my_loop.py"
     runpy.run_path("my_loop.py")
     printed = capfd.readouterr().err
@@ -65,12 +66,23 @@ def test_the_loop_is_the_same_on_two_ranks_and_resumes(page, capfd):
 
 
 def test_the_new_algorithm_learns_what_is_rewarded(page):
-    assert commands(TEXT)[-1].text == "python my_reward_loop.py"
+    assert commands(TEXT)[2].text == "python my_reward_loop.py"
     runpy.run_path("my_reward_loop.py")
     found = losses(page / "runs/rewards")
     assert sum(found[-5:]) < sum(found[:5])
     lines = [json.loads(line) for line in (page / "runs/rewards/metrics.jsonl").read_text().splitlines()]
     assert lines[0]["learned_tokens"] == 16  # an answer of one byte each
+
+
+def test_a_policy_learns_what_is_rewarded(page, capfd):
+    shown = commands(TEXT)[-1]
+    assert shown.text == "python my_policy_loop.py"
+    runpy.run_path("my_policy_loop.py")
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("step ")]
+    assert len(lines) == 10
+    rewards = [[float(re.search(r"reward (.*),", line)[1]) for line in some] for some in (lines, shown.output)]
+    assert rewards[0][0] == pytest.approx(rewards[1][0], abs=0.1)
+    assert min(rewards[0][-1], rewards[1][-1]) > 0.95
 
 
 def test_the_model_in_fabric(page, monkeypatch):
