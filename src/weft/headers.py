@@ -69,6 +69,7 @@ class StoreHeader:
     eod_id: int | None
     bytes: int | None
     kind: str = "text"
+    chat_template: str | None = None
 
 
 def is_raw(path: str) -> bool:
@@ -215,6 +216,7 @@ def read_store_header(path: str | Path) -> StoreHeader:
             eod_id=info["eod_id"],
             bytes=info["bytes"],
             kind=info.get("kind", "text"),
+            chat_template=info.get("chat_template"),
         )
         dtype = info["dtype"]
     except (KeyError, TypeError):

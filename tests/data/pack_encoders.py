@@ -45,7 +45,7 @@ class FakeTokenizer:
 class DistrustedEncoder:
     """Gives ones; twos where it is exact, which the first part finds to be needed."""
 
-    kind, has_mask, drops = "text", False, ()
+    kind, has_mask, drops, chat_template = "text", False, (), None
 
     def __init__(self, exact=False):
         self.exact, self.tokenizer = exact, FakeTokenizer(exact)

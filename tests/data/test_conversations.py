@@ -303,8 +303,7 @@ def test_a_template_is_told_its_tokens_variables_reasoning_and_the_day(folder):
     ours = encoder(folder, source, variables={"colour": "blue"}, date="2026-01-31")
     ((ids, _),), _ = encode(ours, [record])
     assert Tokenizer.load(folder).decode(ids) == "<s>31 Jan 2026redHm.Yo<|endoftext|>"
-    assert any("2026-01-31" in line for line in ours.warnings())
-    assert ours.identity()["date"] == "2026-01-31"
+    assert ours.template_date == ours.identity()["date"] == "2026-01-31"
     assert encoder(folder, WORDS, date="2026-01-31").identity()["date"] is None
 
 

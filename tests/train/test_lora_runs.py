@@ -143,6 +143,20 @@ def test_another_base_model_is_refused(write, tmp_path, capsys):
         weft.load_model(tmp_path / "runs" / "lora")
 
 
+def test_a_base_model_that_its_run_can_delete_is_a_warning(write, tmp_path, capsys):
+    file, manifest = write("lora"), tmp_path / "runs" / "base" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    for status, every, warned in (("finished", None, False), ("stopped", None, True), ("stopped", 1, False)):
+        content["sessions"][-1]["status"] = status
+        manifest.write_text(json.dumps(content))
+        if every is not None:
+            saved = tmp_path / "runs" / "base" / "config.yaml"
+            saved.write_text(saved.read_text().replace("keep_last: 2", f"keep_last: 2\n  keep_every: {every}"))
+        assert train(file, "training.steps=1", "--fresh") == 0
+        said = capsys.readouterr().err
+        assert ("runs/base is not finished and can delete this checkpoint" in said) == warned
+
+
 def test_an_adapter_is_no_model_and_its_settings_stay(write, tmp_path, capsys):
     file = write("lora")
     assert train(file, "training.steps=1") == 0

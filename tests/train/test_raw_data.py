@@ -388,7 +388,7 @@ def test_the_recipe_is_one_command(alpaca, hf_folder, tmp_path, cache):
 
 
 def test_truncated_conversations_are_counted_and_a_date_does_not_pack_again(
-    raw_yaml, alpaca, hf_folder, tmp_path, cache
+    raw_yaml, alpaca, hf_folder, tmp_path, cache, capsys
 ):
     folder = shutil.copytree(hf_folder, tmp_path / "hf")
     (folder / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}" + NAMED["chatml"].source)
@@ -396,7 +396,9 @@ def test_truncated_conversations_are_counted_and_a_date_does_not_pack_again(
     for day in ("2031-05-06", "2032-05-06"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("weft.data.raw.detect.date", SimpleNamespace(today=lambda day=day: date.fromisoformat(day)))
-            found.append(store_of(prepared(file, f"model.from={folder}")))
+            config = RunConfig.load(file, [f"model.from={folder}"])
+            found.append(store_of(pack_sources(config, Console())))
+        assert "data.train: the chat template can write the current date: 2031-05-06 is used" in capsys.readouterr().err
     assert found[0].path == found[1].path
     info = found[0].info
     assert info.documents == len(RECORDS)

@@ -67,8 +67,9 @@ class TrainingSection(Section):
     """
     freeze: list[str] = Field(default=[])
     """Parameters that are not trained, as patterns of their full names, such as `embed_tokens` or `layers.[0-5].*`.
-    Patterns have the syntax of Python's `fnmatch`; the full name of a module stands for all its parameters. A pattern
-    that matches no parameter is an error. `weft profile --structure` shows the names.
+    Patterns have the syntax of Python's `fnmatch`; the full name of a module stands for all its parameters. Unlike a
+    name in `adapter.targets`, a pattern must match a name from its beginning: `*.q_proj`, not `q_proj`. A pattern that
+    matches no parameter is an error. `weft profile --structure` shows the names.
     """
     threads: int | None = Field(None, ge=1)
     """Number of CPU threads per rank. Default: `OMP_NUM_THREADS`, or the usable cores divided by the local ranks."""

@@ -34,7 +34,7 @@ def warnings(config: RunConfig, mesh: MeshShape, *, open_data: bool = True, give
     found = [*_held_out(config), *_parallel(config, mesh), *_device(config), *_hooks(config)]
     if given and (unused := [key for key in _BATCHES if _is_set(config, key)]):
         found.append(f"{', '.join(unused)}: no effect, because the batches are passed to Trainer.step")
-    return found + (_unknown_tokenizers(config) if open_data else [])
+    return found + ([*_unknown_tokenizers(config), *_split_conversations(config)] if open_data else [])
 
 
 def _hooks(config: RunConfig) -> Iterator[str]:
@@ -64,6 +64,17 @@ def _held_out(config: RunConfig) -> Iterator[str]:
         if path in trained:
             what = f"{key}: {store} is training data too, so its loss does not measure generalization"
             yield f"{what}; hold out other documents (`weft data split`)"
+
+
+def _split_conversations(config: RunConfig) -> Iterator[str]:
+    """Yields a warning for conversations in the validation data that are packed like the texts in the training data."""
+    data = config.data
+    if data.packing != "concatenate" or data.document_attention or _is_set(config, "data.packing"):
+        return
+    for key, store in data.held_out_stores.items():
+        if read_store_header(store).kind == "conversations":
+            what = f"{key}: conversations are joined and split at any token, because data.train has texts"
+            yield f"{what}; set data.packing: best_fit to validate on complete conversations"
 
 
 def _parallel(config: RunConfig, mesh: MeshShape) -> Iterator[str]:

@@ -38,6 +38,7 @@ from weft.train.data import Data
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
 from weft.train.learning_rates import learning_rate_factors, scale_learning_rates
+from weft.train.run_directory import unfinished_run
 
 
 @dataclass(frozen=True)
@@ -210,4 +211,9 @@ def restore_base(job: Job, model: nn.Module, record: AdapterRecord | None) -> No
     section, state = job.config.model, state_of(model)
     assert state is not None
     path = job.world.agree(lambda: base_path(section))
+    if (run := unfinished_run(path)) is not None:
+        job.console.warning(
+            f"the adapter needs its base model {path}, but {run} is not finished and can delete this checkpoint "
+            "(checkpoint.keep_last); copy the checkpoint, and set model.from to the copy"
+        )
     state.base = load_base(model, section, path, record)

@@ -12,12 +12,14 @@ from weft.checkpoint.checkpoint_files import FOLDER, find_damage, last_complete
 from weft.checkpoint.load import checkpoints
 from weft.config.dump import dump_yaml, read_saved
 from weft.config.run import RunConfig
-from weft.data.conversations.template import find_template
+from weft.data.conversations.template import find_template, has_template
 from weft.data.tokenizers.copy import copy_tokenizer
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
 from weft.files import hidden_folder, lock_exclusively, publish, replace_file, report_write_errors
 from weft.formatting import flat
+from weft.headers import read_store_header
+from weft.observe.manifest import read_manifest
 
 # Keys that do not affect results: a resumed run can change them without a warning.
 SILENT = (
@@ -159,7 +161,8 @@ class RunDirectory:
     def write_config(self, config: RunConfig) -> None:
         """Saves the resolved config and the tokenizer, so that the run can be resumed from the directory alone.
 
-        The chat template of raw data becomes the tokenizer's, so that the run is chatted with as it was trained.
+        The chat template of the training data becomes the tokenizer's, so that the run is chatted with as it was
+        trained.
 
         Raises:
             UserError: the files cannot be written.
@@ -170,15 +173,37 @@ class RunDirectory:
             if config.tokenizer:  # copied in each session, because it may have changed
                 with hidden_folder(into) as made:
                     copy_tokenizer(config.tokenizer, made)
-                    if config.data is not None and config.data.chat_template is not None:
-                        template = find_template(Path(config.tokenizer), config.data.chat_template)
-                        (made / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+                    if (template := _chat_template(config, Path(config.tokenizer))) is not None:
+                        (made / "chat_template.jinja").write_text(template, encoding="utf-8")
                     publish(made, into, replace=True)
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer of the run; None if the run has no tokenizer."""
         path = self.path / "tokenizer"
         return Tokenizer.load(path) if path.exists() else None
+
+
+def _chat_template(config: RunConfig, tokenizer: Path) -> str | None:
+    """Returns the chat template that rendered the training data; None if it is the tokenizer's, or not known."""
+    if config.data.chat_template is not None:
+        return find_template(tokenizer, config.data.chat_template).source
+    templates = {read_store_header(store).chat_template for store in config.data.stores.values()} - {None}
+    if len(templates) != 1 or (has_template(tokenizer) and find_template(tokenizer, None).source in templates):
+        return None
+    return templates.pop()
+
+
+def unfinished_run(checkpoint: Path) -> Path | None:
+    """Returns the directory of the run of a checkpoint if the run is not finished and can delete the checkpoint."""
+    run = checkpoint.absolute().parent.parent
+    if checkpoint.absolute().parent.name != FOLDER or not (run / "config.yaml").is_file():
+        return None
+    with suppress(UserError, ValueError):  # a manifest or a config that cannot be read is not this run's mistake
+        sessions = read_manifest(run).get("sessions") or [{}]
+        every = (read_saved(run / "config.yaml").get("checkpoint") or {}).get("keep_every")
+        kept = every is not None and int(checkpoint.name.rpartition("-")[2]) % every == 0
+        return None if kept or sessions[-1].get("status") == "finished" else run
+    return None
 
 
 def reorders(key: str) -> bool:

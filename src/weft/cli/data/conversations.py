@@ -133,6 +133,9 @@ def encoder_of(
     console.line(describe_encoding(encoder))
     for line in encoder.warnings():
         console.warning(line)
+    if encoder.template_date is not None:
+        what = f"the chat template can write the current date: {encoder.template_date} is used"
+        console.warning(f"{what}; set another date with --date")
     return encoder
 
 

@@ -138,18 +138,24 @@ class ConversationEncoder:
             "max_tokens": spec.max_tokens,
             "overlong": spec.overlong if spec.max_tokens is not None else None,
             "variables": spec.variables,
-            "date": spec.date if spec.template.uses_date else None,
+            "date": self.template_date,
             "exact": spec.exact,
         }
 
     def warnings(self) -> list[str]:
         """Returns warnings about the template and the tokenizer, one line each."""
         self.open()
-        spec, lines = self.spec, self._template.warnings(self._spans.added)
-        if spec.template.uses_date and spec.date is not None:
-            what = f"the chat template can write the current date: {spec.date} is used"
-            lines.append(f"{what}; set another date with --date")
-        return lines
+        return self._template.warnings(self._spans.added)
+
+    @property
+    def template_date(self) -> str | None:
+        """The date that the template uses as the current date; None if it writes no date."""
+        return self.spec.date if self.spec.template.uses_date else None
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template, which the store records."""
+        return self.spec.template.source
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
         """Returns the ids and loss masks of records, in order, and the rejected records."""

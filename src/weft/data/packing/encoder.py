@@ -52,11 +52,15 @@ class Encoder(Protocol):
         has_mask: whether `encode` returns loss masks.
         drops: values of `Reject.reason`. A document that `encode` rejects for one of these reasons is left out and
             never stops the pack, because the encoder's settings ask for this (for example, to drop long documents).
+        chat_template: source of the chat template with which the encoder renders conversations; None: no template.
     """
 
     kind: str
     has_mask: bool
     drops: Sequence[str]
+
+    @property
+    def chat_template(self) -> str | None: ...
 
     def open(self) -> Tokenizer:
         """Returns the tokenizer. The first call loads it."""
@@ -88,7 +92,7 @@ class TextEncoder:
         exact: whether to encode every text with the `tokenizers` library, not with gigatoken.
     """
 
-    kind, has_mask = "text", False
+    kind, has_mask, chat_template = "text", False, None
     drops: Sequence[str] = ()
 
     def __init__(self, tokenizer: str | Path | Tokenizer, *, exact: bool = False):

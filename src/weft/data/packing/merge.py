@@ -93,6 +93,7 @@ def _write(stores: Sequence[TokenStore], folder: Path, console: Console) -> Stor
     _write_rejects(stores, folder)
     info = StoreInfo(
         **{name: getattr(first.info, name) for name in MUST_MATCH} | written,
+        chat_template=infos[0].chat_template if len({info.chat_template for info in infos}) == 1 else None,
         bytes=None if any(info.bytes is None for info in infos) else sum(info.bytes or 0 for info in infos),
         empty_documents=sum(info.empty_documents for info in infos),
         blank_lines=sum(info.blank_lines for info in infos),

@@ -313,6 +313,7 @@ class _PackJob:
         stored = {
             "version": 1,
             "kind": self.encoder.kind,
+            "chat_template": self.encoder.chat_template,
             "tokenizer_digest": tokenizer.digest,
             "vocab_size": tokenizer.vocab_size,
             "eod_id": tokenizer.eod_id,

@@ -12,7 +12,7 @@ from weft.data.raw.detect import RawData
 from weft.data.raw.digests import file_digests
 from weft.data.sources.source_format import detect_format
 from weft.errors import UserError
-from weft.files import cache_folder, file_stamps, locked, remove, replace_file
+from weft.files import cache_folder, file_stamps, locked, read_json, remove, replace_file
 from weft.headers import read_store_header, tokenizer_file
 from weft.observe.console import Console
 
@@ -59,6 +59,11 @@ def packed_with(store: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return folder if Path(folder).is_dir() else None
+
+
+def template_date(store: Path) -> str | None:
+    """Returns the date that the chat template wrote as the current date when a store was packed; None without one."""
+    return read_json(store / "store.json")["made_from"]["encoder"].get("date")
 
 
 def _about(store: Path) -> Path:

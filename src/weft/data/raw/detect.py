@@ -30,7 +30,6 @@ NEEDS_PAIRS = (
 WORDS = {
     r"use --on-error skip to skip such documents": "skip such documents with `weft data pack --on-error skip`",
     r"--fields input=KEY,target=KEY": "data.fields: {input: KEY, target: KEY} (or {text: KEY} for texts)",
-    r"; set another with --date": "",
     r"--max-tokens\b( \d+)?": "data.sequence_length",
     r"--overlong truncate": "data.overlong: truncate",
     r"--fields (\w+)=\.\.\.": r"data.fields.\1",

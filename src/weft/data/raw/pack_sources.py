@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from weft.config.data import DataSection
 from weft.config.data_rules import missing_arguments
@@ -11,7 +12,7 @@ from weft.config.objective_data import objective_data
 from weft.config.raw_rules import SEPARATE, default_packing
 from weft.config.run import RunConfig
 from weft.data.conversations.conversation_encoder import ConversationEncoder
-from weft.data.raw.cache import cached_store
+from weft.data.raw.cache import cached_store, template_date
 from weft.data.raw.detect import FOR_CONVERSATIONS, RawData, detect, in_config_words
 from weft.data.raw.splits import find_raw_files
 from weft.data.stores.store import TokenStore
@@ -116,6 +117,8 @@ def _report(key: str, store: str, console: Console) -> None:
     noun = {"conversations": "conversation", "preferences": "preference pair"}.get(info.kind, "document")
     items = info.documents // info.item_documents
     console.line(f"{key}: {counted(items, noun)}, {counted(info.tokens, 'token')}, packed in {store}")
+    if (day := template_date(Path(store))) is not None:
+        console.warning(f"{key}: the chat template can write the current date: {day} is used")
     total = items + sum(info.rejected.values())
     for what, number in info.rejected.items():
         remedy = "; raise data.sequence_length" if what.endswith("tokens") else ""

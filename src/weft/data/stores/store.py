@@ -64,6 +64,8 @@ class StoreInfo(BaseModel):
     Attributes:
         kind: content of the documents: plain text, conversations with a loss mask, or preferences. Preferences are
             pairs of documents: first the one with the chosen answer, then the one with the rejected answer.
+        chat_template: source of the chat template that rendered the conversations; None if the documents are texts, or
+            if merged stores have different templates.
         tokenizer_digest: digest of the tokenizer; None if the store was converted without naming a tokenizer.
         documents, tokens: number of documents and of tokens in the store.
         bytes: UTF-8 size of the documents' text, without end-of-document tokens; None if the bytes were not counted.
@@ -79,6 +81,7 @@ class StoreInfo(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
     version: int = 1
     kind: Literal["text", "conversations", "preferences"] = "text"
+    chat_template: str | None = None
     tokenizer_digest: str | None
     vocab_size: int
     eod_id: int

@@ -99,6 +99,7 @@ class StoreWriter:
         )
         return StoreInfo(
             kind=old.kind,
+            chat_template=old.chat_template,
             tokenizer_digest=old.tokenizer_digest,
             vocab_size=old.vocab_size,
             eod_id=old.eod_id,
