@@ -1,4 +1,4 @@
-"""The recipes in configs/ and docs/tuning/index.md: commands run on small data, and the table of memory is current."""
+"""The recipes in configs/, docs/tuning/index.md and adapters.md: commands run on small data, and the table of memory is current."""
 
 import json
 import runpy
@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tutorial import DOCS, commands, files
+from tutorial import DOCS, FENCE, commands, files
 
 from weft.cli.main import main
 from weft.config.run import RunConfig
@@ -61,6 +61,20 @@ def test_the_pages_commands_run(home, monkeypatch, capsys):
     for path, body in files(page).items():
         Path(path).write_text(body)
         RunConfig.load(path, ["model.from=HF_DIR", "data.train=my.json"])
+
+
+def test_the_commands_and_the_code_of_the_page_of_adapters(home, monkeypatch, capsys):
+    page = (DOCS / "tuning" / "adapters.md").read_text(encoding="utf-8")
+    (home / "more.json").symlink_to(home / "my.json")
+    ran = [command.text for command in commands(page)]
+    assert {words.split()[1] for words in ran} == {"train", "generate", "chat", "evaluate", "export", "merge"}
+    (code,) = [body for info, body in FENCE.findall(page) if info == "python"]
+    for command in ran:
+        monkeypatch.setattr("sys.stdin", (home / "question.txt").open())
+        assert main(small(command)) == 0, (command, capsys.readouterr().err)
+    names: dict = {}
+    exec(code, names)
+    assert names["texts"].keys() == {None, "lora", "dora"}
 
 
 def test_the_table_of_memory_is_current():

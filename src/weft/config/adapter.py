@@ -45,8 +45,8 @@ class AdapterSection(Section):
     (`q_proj`, `k_proj`, `v_proj`, `o_proj`; with latent attention `q_a_proj`, `kv_b_proj` and so on) and of the MLP
     (`gate_proj`, `up_proj`, `down_proj`), also of shared experts; `all-linear`: these, and the stacked weights of the
     experts; or a list of names, such as `[q_proj, v_proj]`. A name stands for each layer whose dotted name ends with
-    it or, if it contains `*`, matches it as a pattern: `experts.up_proj`, `layers.0.*`. Embeddings, the output head and
-    routers have no adapter.
+    it or, if it contains `*`, matches it as a pattern: `experts.up_proj`, `layers.0.*`. (Patterns of `training.freeze`
+    must match the beginning of a name, too.) Embeddings, the output head and routers have no adapter.
     """
     rslora: bool = False
     """Whether the scale is `alpha` / sqrt(`r`), which keeps large ranks stable (rsLoRA; Kalajdzievski, 2023)."""
@@ -153,9 +153,9 @@ def adapted_layers(adapter: AdapterSection, layers: Collection[str], stacked: Co
         chosen = list(layers)
     else:
         for target in targets:
-            if not any(matches(name, target) for name in layers):
+            if not any(names_layer(name, target) for name in layers):
                 raise UserError(f"adapter.targets: {unknown_target(target, layers)}")
-        chosen = [name for name in layers if any(matches(name, target) for target in targets)]
+        chosen = [name for name in layers if any(names_layer(name, target) for target in targets)]
     if not chosen:
         raise UserError("adapter.targets: the model has no linear layers (nn.Linear) in its blocks; remove the adapter")
     for key, chosen_value in (("dora", adapter.dora), ("dropout", adapter.dropout)):
@@ -174,7 +174,7 @@ def unquantizable(name: str, inputs: int) -> str | None:
     return f"{name} has {inputs} inputs, which is not a multiple of {MULTIPLE}; remove the key"
 
 
-def matches(name: str, target: str) -> bool:
+def names_layer(name: str, target: str) -> bool:
     """Whether an item of `adapter.targets` stands for the layer `name`."""
     return name == target or name.endswith(f".{target}") or ("*" in target and fnmatchcase(name, target))
 
@@ -202,11 +202,6 @@ def layer_of(tensor: str) -> tuple[str, str] | None:
             if tensor.endswith(f"{separator}{kind}"):
                 return tensor.removesuffix(f"{separator}{kind}"), kind
     return None
-
-
-def tensor_name(layer: str, kind: str) -> str:
-    """Returns the name of an adapter's tensor: the inverse of `layer_of`."""
-    return f"{layer}_{kind}" if is_stacked(layer) else f"{layer}.{kind}"
 
 
 def adapter_parameters(adapter: AdapterSection, layers: Mapping[str, LayerShape], chosen: Sequence[str]) -> int:
