@@ -5,7 +5,7 @@ import json
 import pytest
 
 from weft.cli.main import main
-from weft.config.adapter import AdapterSection, layer_of, tensor_name
+from weft.config.adapter import AdapterSection, layer_of
 from weft.config.run import RunConfig
 from weft.errors import ConfigError
 
@@ -104,7 +104,7 @@ def test_the_plan_shows_the_adapter(write, capsys):
 
 
 def test_names_of_tensors():
-    for layer in ("layers.0.attention.q_proj", "layers.0.mlp.experts.up_proj"):
+    for layer, separator in (("layers.0.attention.q_proj", "."), ("layers.0.mlp.experts.up_proj", "_")):
         for kind in ("lora_a", "lora_b0", "lora_magnitude"):
-            assert layer_of(tensor_name(layer, kind)) == (layer, kind)
+            assert layer_of(f"{layer}{separator}{kind}") == (layer, kind)
     assert layer_of("layers.0.attention.q_proj.weight") is None

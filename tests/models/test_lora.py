@@ -5,7 +5,7 @@ import torch
 from torch.func import functional_call
 
 import weft
-from weft.config.adapter import AdapterSection, decoder_layers, is_stacked, layer_of, tensor_name
+from weft.config.adapter import AdapterSection, decoder_layers, is_stacked, layer_of
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.models.adapter import add_adapter, initial_adapter_value, is_adapter, linear_layers, quantized_weights
@@ -71,10 +71,10 @@ def written_out(model, section, given):
     layers = {layer_of(path)[0] for path in given}
     found = {}
     for layer in layers:
-        name = layer if is_stacked(layer) else f"{layer}.weight"
+        name, end = (layer, "_") if is_stacked(layer) else (f"{layer}.weight", ".")
         weight = model.get_parameter(name).detach()
-        weight = weight + section.scale * given[tensor_name(layer, "lora_b")] @ given[tensor_name(layer, "lora_a")]
-        magnitude = given.get(tensor_name(layer, "lora_magnitude"))
+        weight = weight + section.scale * given[f"{layer}{end}lora_b"] @ given[f"{layer}{end}lora_a"]
+        magnitude = given.get(f"{layer}.lora_magnitude")
         if magnitude is not None:
             weight = magnitude.unsqueeze(1) * weight / weight.detach().norm(dim=1, keepdim=True)
         found[name] = weight

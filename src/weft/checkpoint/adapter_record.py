@@ -53,7 +53,7 @@ class AdapterRecord:
         return {"adapter": section, "base": {"path": str(base), "relative": relative, "digest": self.base.digest}}
 
 
-def read_record(checkpoint: Path) -> AdapterRecord | None:
+def read_adapter_record(checkpoint: Path) -> AdapterRecord | None:
     """Returns the record of an adapter's checkpoint; None if the path is a model or a checkpoint of all weights.
 
     Raises:
@@ -81,7 +81,7 @@ def saved_record(checkpoint: Path, section: AdapterSection) -> AdapterRecord:
     Raises:
         UserError: the checkpoint has no adapter, or an adapter with other settings.
     """
-    record = read_record(checkpoint)
+    record = read_adapter_record(checkpoint)
     if record is None:
         what = "this run was started without an adapter; give the run another name, or remove the section adapter"
         raise UserError(what, checkpoint)

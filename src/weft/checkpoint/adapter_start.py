@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weft.checkpoint.adapter_record import AdapterRecord, read_record
+from weft.checkpoint.adapter_record import AdapterRecord, read_adapter_record
 from weft.checkpoint.adapter_weights import read_adapter
-from weft.checkpoint.base_model import Section, check_digest
+from weft.checkpoint.base_model import AnyModelSection, check_digest
 from weft.checkpoint.huggingface.peft_files import PeftAdapter, read_peft
 from weft.checkpoint.load import architecture, load, resolve
 from weft.config.adapter import AdapterSection, adapted_layers, decoder_layers, is_stacked, layer_of
@@ -78,7 +78,7 @@ class AdapterStart:
             set_full_value(parameter, value)
 
 
-def open_start(adapter: AdapterSection, model: Section) -> AdapterStart | None:
+def open_start(adapter: AdapterSection, model: AnyModelSection) -> AdapterStart | None:
     """Opens the adapter that `adapter.from` names; None if the key is not set.
 
     Args:
@@ -143,7 +143,7 @@ def read_layers(path: str | Path, model: nn.Module) -> PeftAdapter | dict[str, L
     return read_adapter(checkpoint, record.section)
 
 
-def check_adapter(path: str | Path, checkpoint: Path) -> None:
+def check_adapter_fits(path: str | Path, checkpoint: Path) -> None:
     """Checks that an adapter can be added to a model. Reads the files of the model, not the loaded model.
 
     Args:
@@ -154,7 +154,7 @@ def check_adapter(path: str | Path, checkpoint: Path) -> None:
         UserError: the model has an adapter already; or there is no adapter to add, it does not fit the model, or it was
             trained on another base model.
     """
-    if (own := read_record(checkpoint)) is not None:
+    if (own := read_adapter_record(checkpoint)) is not None:
         what = f"the model has an adapter already, to which {path} cannot be added"
         raise UserError(f"{what}; use the base model {own.base.path}, or merge the model (weft merge)", checkpoint)
     section, path = architecture(checkpoint), Path(path)
@@ -172,7 +172,7 @@ def check_adapter(path: str | Path, checkpoint: Path) -> None:
 def _recorded(path: Path) -> tuple[Path, AdapterRecord]:
     """Returns the checkpoint of a run with an adapter, and its record. Raises UserError if it has no adapter."""
     checkpoint = resolve(path)
-    record = read_record(checkpoint)
+    record = read_adapter_record(checkpoint)
     if record is None:
         what = f"neither a folder of PEFT ({ADAPTER_CONFIG} is missing) nor a run with an adapter; use one of these"
         raise UserError(what, path)

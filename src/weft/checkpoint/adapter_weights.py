@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint.base_model import Section
+from weft.checkpoint.base_model import AnyModelSection
 from weft.checkpoint.weights import SavedTensor, Weights, checkpoint_tensors
 from weft.config.adapter import AdapterSection, layer_of
 from weft.config.model import ModelSection
@@ -109,7 +109,7 @@ def merge_weights(
     return replace(base, tensors=tensors)
 
 
-def dequantized_weights(section: Section, base: Weights, how: str) -> Weights:
+def dequantized_weights(section: AnyModelSection, base: Weights, how: str) -> Weights:
     """Returns the weights of a base model with the quantization error of a run with `adapter.quantize`.
 
     The linear layers and experts of the blocks are quantized and dequantized when they are read, in float32. A run in

@@ -36,10 +36,12 @@ from weft.torch_private import compute_local_shape_and_global_offset
 DIGESTS = "digests-1"  # folder in the user's cache; another number if the digests of the same weights differ
 _ENDS = ("", "_scale")  # of the names of a quantized weight's tensors
 
-Section = ModelSection | TransformersModelSection | CustomModelSection
+AnyModelSection = ModelSection | TransformersModelSection | CustomModelSection
 
 
-def load_base(model: nn.Module, section: Section, base: Path, expected: AdapterRecord | None = None) -> BaseModel:
+def load_base(
+    model: nn.Module, section: AnyModelSection, base: Path, expected: AdapterRecord | None = None
+) -> BaseModel:
     """Loads the base model's weights into a model with an adapter, sharded or not. Every rank must call this function.
 
     Args:
@@ -121,7 +123,7 @@ def _shard(tensor: torch.Tensor) -> _Shard:
     return _Shard(local(tensor), rows, tuple(places[1:]))
 
 
-def check_digest(section: Section, base: Path, expected: BaseModel | None, *, collective: bool = False) -> str:
+def check_digest(section: AnyModelSection, base: Path, expected: BaseModel | None, *, collective: bool = False) -> str:
     """Returns the digest of a base model's weights (`weights_digest`).
 
     Args:
@@ -143,7 +145,7 @@ def check_digest(section: Section, base: Path, expected: BaseModel | None, *, co
     return digest
 
 
-def base_path(section: Section) -> Path:
+def base_path(section: AnyModelSection) -> Path:
     """Returns the path of the model that an adapter run adapts: `model.from`, or `model.path` of type hf.
 
     Raises:
@@ -155,12 +157,12 @@ def base_path(section: Section) -> Path:
     return resolve(source)
 
 
-def open_base(section: Section, base: Path) -> Weights:
+def open_base(section: AnyModelSection, base: Path) -> Weights:
     """Opens the weights of a base model: with the names of Weft's model, or for type hf with the names in its files."""
     return open_weights(base, huggingface=isinstance(section, TransformersModelSection) and is_huggingface(base))
 
 
-def weights_digest(section: Section, base: Path, *, collective: bool = False) -> str:
+def weights_digest(section: AnyModelSection, base: Path, *, collective: bool = False) -> str:
     """Returns a SHA-256 of a model's weights: names, dtypes, shapes and values, in hexadecimal.
 
     For the built-in decoder, the digest does not depend on the files that contain the weights. The digest is remembered

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from weft.checkpoint.adapter_record import AdapterRecord, read_record
+from weft.checkpoint.adapter_record import AdapterRecord, read_adapter_record
 from weft.checkpoint.base_model import load_base, open_base
 from weft.checkpoint.load import architecture, find_checkpoint, load, resolve
 from weft.checkpoint.tensors import model_tensors
@@ -126,7 +126,7 @@ def _build(
         raise UserError(f"dtype: {dtype!r} is not a torch.dtype; use a dtype such as torch.bfloat16")
 
     checkpoint = resolve(path)
-    section, record = architecture(checkpoint), read_record(checkpoint)
+    section, record = architecture(checkpoint), read_adapter_record(checkpoint)
     if record is not None and quantize is not None:
         raise UserError("quantize: this is an adapter; merge it first (`weft merge`), or omit quantize", checkpoint)
     tensors = open_base(section, checkpoint if record is None else record.found_base(checkpoint)).tensors
@@ -211,7 +211,7 @@ def _allocate(
 def _load(checkpoint: Path, model: nn.Module, quantize: str | None = None) -> nn.Module:
     """Fills a model with the weights of a checkpoint. If the model is sharded, every rank must call this function."""
     model.eval()
-    record = read_record(checkpoint)
+    record = read_adapter_record(checkpoint)
     if record is not None:
         load_base(model, architecture(checkpoint), record.found_base(checkpoint), record)
         load(checkpoint, model=model, select=is_adapter)

@@ -100,7 +100,7 @@ def _open(args: argparse.Namespace, console: Console) -> tuple[Chat, Sampling]:
     """Loads the model. Arguments, tokenizer and template are checked before."""
     import torch
 
-    from weft.checkpoint.adapter_start import check_adapter
+    from weft.checkpoint.adapter_start import check_adapter_fits
     from weft.checkpoint.load import resolve
     from weft.checkpoint.load_model import load_model
     from weft.cli.generation_options import read_sampling
@@ -113,7 +113,7 @@ def _open(args: argparse.Namespace, console: Console) -> tuple[Chat, Sampling]:
     sampling, checkpoint = read_sampling(args), resolve(args.source)
     tokenizer, stop_ids = tokenizer_of(checkpoint), stop_ids_of(checkpoint)
     if args.adapter is not None:
-        check_adapter(args.adapter, checkpoint)  # refused before the model is loaded
+        check_adapter_fits(args.adapter, checkpoint)  # refused before the model is loaded
     folder = template_folder(args.adapter, tokenizer.path)
     template = ChatTemplate.for_tokenizer(find_template(folder, args.chat_template), tokenizer.path)
     for line in template.warnings(tokenizer.added_tokens):

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(args: argparse.Namespace) -> tuple[Sampling, list[str], Path, Tokenizer, set[int]]:
     """Checks the arguments. Returns the settings, the prompts, the checkpoint, its tokenizer and its stop tokens."""
-    from weft.checkpoint.adapter_start import check_adapter
+    from weft.checkpoint.adapter_start import check_adapter_fits
     from weft.checkpoint.load import resolve
     from weft.errors import UserError
     from weft.generation.text import stop_ids_of, tokenizer_of
@@ -119,7 +119,7 @@ def _read(args: argparse.Namespace) -> tuple[Sampling, list[str], Path, Tokenize
         raise UserError(f"--lookup {args.lookup}: set it to at least 1, or omit it")
     sampling, texts, checkpoint = read_sampling(args), _read_prompts(args), resolve(args.source)
     if args.adapter is not None:
-        check_adapter(args.adapter, checkpoint)
+        check_adapter_fits(args.adapter, checkpoint)
     return sampling, texts, checkpoint, tokenizer_of(checkpoint), stop_ids_of(checkpoint)
 
 

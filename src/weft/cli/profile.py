@@ -148,11 +148,11 @@ def profile(config: RunConfig, args: argparse.Namespace, ranks: tuple[int, ...] 
     request = Request(Path(args.out) if args.out else default_out(config), args.steps, args.warmup, ranks)
     outcome = run_profile(config, request)
     if outcome.status == "finished" and int(os.environ.get("RANK", 0)) == 0:
-        show(request.out)
+        print_profile(request.out)
     return outcome
 
 
-def show(out: Path) -> None:
+def print_profile(out: Path) -> None:
     """Prints the tables of a profile.
 
     Args:

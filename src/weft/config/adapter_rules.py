@@ -9,7 +9,7 @@ from weft.config.section import partial_section
 from weft.errors import UserError
 
 
-def check_adapter(draft: Draft) -> None:
+def check_adapter_section(draft: Draft) -> None:
     """Reports the problems of the section `adapter`, without building a model."""
     if draft.get("adapter.r") is None:
         return

@@ -136,16 +136,16 @@ def error_message(errors: tuple[FieldError, ...]) -> str:
             return f"{_must_be(literal)}{_remedy(literal) or '; or use module:Class'}"
     if first.field is None and [m.type for m in errors] == ["string_type", "model_type"]:
         name = "a name" if first.key.endswith("]") else "a folder"
-        return f"must be {name} or {{type: ...}}, not {show(first.node)}"
+        return f"must be {name} or {{type: ...}}, not {written_value(first.node)}"
     if len(errors) > 1:
         kinds = [] if first.field is None else [k for k in get_args(first.field.annotation) if k is not NoneType]
         expected = " or ".join(map(describe, kinds) if kinds else dict.fromkeys(map(_words, errors)))
-        return f"must be {expected}, not {show(first.node)}"
+        return f"must be {expected}, not {written_value(first.node)}"
     if first.type == "model_type" and first.field is not None and first.key != "model":
         below = section_class(first.field.annotation)
         named = first.value if isinstance(first.value, str) else "..."
         example = f"{{type: {named}}}" if below and issubclass(below, Component) else "{key: value, ...}"
-        return f"must be a mapping, such as {first.key}: {example}, not {show(first.node)}"
+        return f"must be a mapping, such as {first.key}: {example}, not {written_value(first.node)}"
     if first.type in ("too_few", "too_long") and first.context.get("field_type") != "List":
         items = _items(first.field)
         expected = counted(len(items), "item") if items else "another length"
@@ -165,7 +165,7 @@ def error_message(errors: tuple[FieldError, ...]) -> str:
 
 
 def _must_be(error: FieldError) -> str:
-    return f"must be {_words(error)}, not {show(error.node)}"
+    return f"must be {_words(error)}, not {written_value(error.node)}"
 
 
 def _words(error: FieldError) -> str:
@@ -262,7 +262,7 @@ def describe(kind: Any) -> str:
     return words.get(origin or kind, "a value" if kind is Any else "a mapping")
 
 
-def show(node: Node) -> str:
+def written_value(node: Node) -> str:
     """Returns a value as it is written in the file, shortened to 60 characters."""
     if isinstance(node.value, dict):
         return "a mapping"

@@ -66,7 +66,7 @@ def fill_tokenizer(draft: Draft, stores: list[StoreHeader]) -> bool:
     if draft.origins.get("tokenizer") != "default":
         return False
     key = "model.from" if draft.get("model.from") is not None else "model.path"
-    folder = tokenizer_of(str(draft.get(key) or ""))
+    folder = find_tokenizer(str(draft.get(key) or ""))
     if folder is None:
         return False
     if not data_section(draft).raw:
@@ -80,7 +80,7 @@ def fill_tokenizer(draft: Draft, stores: list[StoreHeader]) -> bool:
     return True
 
 
-def tokenizer_of(model: str) -> str | None:
+def find_tokenizer(model: str) -> str | None:
     """Returns the folder of the tokenizer of a run, a checkpoint or a Hugging Face folder; None if it has none."""
     found = newest_checkpoint(Path(model)) if model else ""
     if isinstance(found, str):

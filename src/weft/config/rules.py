@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from weft.config.adapter_rules import check_adapter
+from weft.config.adapter_rules import check_adapter_section
 from weft.config.custom_components import check_components
 from weft.config.data_rules import check_data_section, check_warm_up, data_section, run_steps, sequences_per_step
 from weft.config.draft import Draft
@@ -58,7 +58,7 @@ def apply_rules(draft: Draft, *, check_data: bool) -> list[Problem]:
         check_warm_up(draft, "schedule.warmup_steps", steps, 20)
     _check_fine_tuning(draft)
     _check_trained_rows(draft)
-    check_adapter(draft)
+    check_adapter_section(draft)
     _check_recomputation(draft)
     _check_precision(draft, steps)
     if draft.get("samples.prompts") and "tokenizer" in draft.values and draft.get("tokenizer") is None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.adapter_start import check_adapter
+from weft.checkpoint.adapter_start import check_adapter_fits
 from weft.checkpoint.load import resolve, tokenizer_folder
 from weft.checkpoint.load_model import checkpoint_of, load_model
 from weft.config.data import held_out_sets
@@ -126,7 +126,7 @@ def evaluate(
     if how.tokenizer is None and checkpoint is not None:
         how = replace(how, tokenizer=tokenizer_folder(checkpoint))
     if how.adapter is not None and checkpoint is not None:
-        check_adapter(how.adapter, checkpoint)  # refused before the model is loaded
+        check_adapter_fits(how.adapter, checkpoint)  # refused before the model is loaded
     if not isinstance(model, nn.Module):
         model = load_model(checkpoint or model, _device(how.device), how.dtype, quantize=how.quantize)
     how = how.with_windows(model, _run_data(checkpoint))

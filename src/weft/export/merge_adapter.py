@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from weft.checkpoint import checkpoint_files as files
-from weft.checkpoint.adapter_record import read_record
+from weft.checkpoint.adapter_record import read_adapter_record
 from weft.checkpoint.adapter_start import base_of
 from weft.checkpoint.adapter_weights import Rounding, dequantized_weights, merge_weights, read_adapter
-from weft.checkpoint.base_model import Section, check_digest, open_base
+from weft.checkpoint.base_model import AnyModelSection, check_digest, open_base
 from weft.checkpoint.huggingface.config_files import read_origin, with_stop_token
 from weft.checkpoint.huggingface.import_model import WrittenModel, parse_dtype
 from weft.checkpoint.huggingface.peft_files import read_peft
@@ -118,7 +118,7 @@ def _of_run(
     checkpoint: Path, kind: torch.dtype | None, rounding: Rounding, dequantize: bool
 ) -> tuple[ExportedModel, str]:
     """Returns the merged model of an adapter's checkpoint, and the name of one of its changed weights."""
-    record, section = read_record(checkpoint), architecture(checkpoint)
+    record, section = read_adapter_record(checkpoint), architecture(checkpoint)
     if record is None:
         raise UserError(
             "this model has no adapter; give the run of an adapter, or a PEFT folder as --adapter", checkpoint
@@ -141,7 +141,7 @@ def _of_run(
 def _of_peft(base: Path, folder: Path, kind: torch.dtype | None, rounding: Rounding) -> tuple[ExportedModel, str]:
     """Returns the merged model of a PEFT folder, and the name of one of its changed weights."""
     section = architecture(base)
-    if read_record(base) is not None:
+    if read_adapter_record(base) is not None:
         raise UserError("this is an adapter itself; with --adapter, give its base model", base)
     if isinstance(section, CustomModelSection):
         raise UserError(f"PEFT's names of the layers of a custom model ({section.type}) are not known", base)
@@ -153,7 +153,7 @@ def _of_peft(base: Path, folder: Path, kind: torch.dtype | None, rounding: Round
 
 
 def _merged(
-    section: Section,
+    section: AnyModelSection,
     weights: Weights,
     changes: Mapping[str, LowRank],
     full: Mapping[str, torch.Tensor],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.checkpoint.adapter_record import read_record
+from weft.checkpoint.adapter_record import read_adapter_record
 from weft.checkpoint.adapter_weights import read_adapter
 from weft.checkpoint.huggingface.config_files import copy_tokenizer_files
 from weft.checkpoint.huggingface.peft_writer import write_peft
@@ -32,7 +32,7 @@ def export(source: Path, out: Path, console: Console, *, base: str | None = None
     Raises:
         UserError: the checkpoint has no adapter, or PEFT cannot express it.
     """
-    record, section = read_record(source), architecture(source)
+    record, section = read_adapter_record(source), architecture(source)
     if record is None:
         raise UserError("this model has no adapter; --to hf exports full models", source)
     if isinstance(section, CustomModelSection):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.adapter_start import check_adapter, read_layers
+from weft.checkpoint.adapter_start import check_adapter_fits, read_layers
 from weft.checkpoint.huggingface.peft_files import PeftAdapter
 from weft.checkpoint.load_model import checkpoint_of
 from weft.errors import UserError
@@ -119,12 +119,12 @@ def check_base(model: nn.Module, deltas: Deltas | str | Path) -> None:
     Hashes the files of the model, once.
 
     Raises:
-        UserError: as `check_adapter`.
+        UserError: as `check_adapter_fits`.
     """
     if not isinstance(deltas, str | Path) or type(model) in weakref.ProxyTypes:  # `weft.generate` checks by itself
         return
     if (checkpoint := checkpoint_of(model)) is not None:
-        check_adapter(deltas, checkpoint)
+        check_adapter_fits(deltas, checkpoint)
 
 
 def _read(model: nn.Module, folder: str | Path) -> dict[str, LowRank]:

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from weft.checkpoint.adapter_record import read_record
-from weft.checkpoint.adapter_start import check_adapter
+from weft.checkpoint.adapter_record import read_adapter_record
+from weft.checkpoint.adapter_start import check_adapter_fits
 from weft.checkpoint.huggingface.config_files import read_origin
 from weft.checkpoint.load import find_checkpoint, tokenizer_folder
 from weft.checkpoint.load_model import checkpoint_of, load_model
@@ -116,7 +116,7 @@ def _generate(
         return []
     checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else find_checkpoint(model)
     if adapter is not None and checkpoint is not None:
-        check_adapter(adapter, checkpoint)  # refused before the model is loaded
+        check_adapter_fits(adapter, checkpoint)  # refused before the model is loaded
     needs_tokenizer = isinstance(prompts[0], str) or sampling.stop or sampling.constraint
     tokenizer = tokenizer_of(checkpoint) if needs_tokenizer else None
     loaded, proposing = _load_models((model, quantize), (draft, None))
@@ -175,7 +175,7 @@ def _load_models(*wanted: tuple[Any, str | None]) -> list[Any]:
 
 def _identity(checkpoint: Path) -> tuple:
     """Returns a value that changes when the files of a checkpoint or of a Hugging Face folder change."""
-    record = read_record(checkpoint)
+    record = read_adapter_record(checkpoint)
     return *folder_stamp(checkpoint), *(() if record is None else _identity(find_checkpoint(record.base.path)))
 
 

@@ -14,7 +14,7 @@ from weft.config.adapter import ROUTERS, STACKED, AdapterSection, adapted_layers
 from weft.errors import UserError
 from weft.models.layers.blockwise import FORMATS, PACKED, block_size
 from weft.models.layers.custom import derive_seed
-from weft.models.layers.lora import Lora, is_quantized, lora_linear
+from weft.models.layers.lora import Lora, has_quantized_weight, lora_linear
 from weft.models.layers.moe import Experts
 
 Wrap = Callable[[nn.Module, str, Callable[[Callable], Callable]], None]
@@ -75,7 +75,7 @@ def add_adapter(
             _quantize(module, name, section.quantize)
     kind = f"{'DoRA' if section.dora else 'LoRA'} of rank {section.r}"
     for module in (module for module in layers.values() if isinstance(module, nn.Linear)):
-        label = [kind] * hasattr(module, "lora") + [str(section.quantize)] * is_quantized(module)
+        label = [kind] * hasattr(module, "lora") + [str(section.quantize)] * has_quantized_weight(module)
         if label:
             wrap(module, f"adapter: {', '.join(label)}", partial(_adapted, module))
 

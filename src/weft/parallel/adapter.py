@@ -14,7 +14,7 @@ from weft.config.model import ModelSection
 from weft.models.adapter import add_adapter, initial_adapter_value, is_adapter
 from weft.models.decoder import Decoder
 from weft.models.layers.blockwise import dequantize_blocks
-from weft.models.layers.lora import Lora, is_quantized
+from weft.models.layers.lora import Lora, has_quantized_weight
 from weft.parallel.local_parameters import local, set_full_value
 from weft.parallel.model_state import ModelPlan, ModelState
 from weft.parallel.ranks import error_on_all_ranks
@@ -119,7 +119,7 @@ def _adapted(model: nn.Module) -> Iterator[Any]:
 def _full_weight(linear: Any) -> torch.Tensor:
     """Returns the full weight of a layer without its adapter, dequantized if it is quantized."""
     weight = _full(linear.weight)
-    return dequantize_blocks(weight, _full(linear.weight_scale)) if is_quantized(linear) else weight
+    return dequantize_blocks(weight, _full(linear.weight_scale)) if has_quantized_weight(linear) else weight
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

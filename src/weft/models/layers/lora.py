@@ -72,7 +72,7 @@ def lora_linear(linear: Any, x: torch.Tensor, rows: slice = ALL) -> torch.Tensor
 
 def base_product(linear: Any, x: torch.Tensor, rows: slice = ALL, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiplies `[tokens, in]` by the layer's own weight, and adds `bias`: `[tokens, out]`."""
-    if not is_quantized(linear):
+    if not has_quantized_weight(linear):
         return F.linear(x, linear.weight[rows], bias)
     out = QuantizedProduct.apply(x, linear.weight[rows].to(linear.code_dtype), linear.weight_scale[rows])
     return out if bias is None else out + bias
@@ -98,12 +98,12 @@ def row_norms(linear: Any, rows: slice = ALL) -> torch.Tensor:
 
 def base_weight(linear: Any, rows: slice = ALL) -> torch.Tensor:
     """Returns the weight of a linear layer without its adapter, `[out, in]`."""
-    if not is_quantized(linear):
+    if not has_quantized_weight(linear):
         return linear.weight[rows]
     return dequantize_blocks(linear.weight[rows].to(linear.code_dtype), linear.weight_scale[rows])
 
 
-def is_quantized(linear: Any) -> bool:
+def has_quantized_weight(linear: Any) -> bool:
     """Whether the weight of a linear layer consists of codes (`weft.models.layers.blockwise`) and scales."""
     return hasattr(linear, "weight_scale")
 
@@ -126,7 +126,7 @@ def full_weight(linear: Any) -> torch.Tensor:
 
 def weight_dtype(linear: Any) -> torch.dtype:
     """Returns the dtype in which a linear layer computes."""
-    return linear.weight_scale.dtype if is_quantized(linear) else linear.weight.dtype
+    return linear.weight_scale.dtype if has_quantized_weight(linear) else linear.weight.dtype
 
 
 def expert_product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

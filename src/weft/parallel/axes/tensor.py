@@ -25,7 +25,7 @@ from weft.models.adapter import quantized_weights
 from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attention, CoreAttention
 from weft.models.layers.latent import LatentAttention
-from weft.models.layers.lora import Lora, is_quantized
+from weft.models.layers.lora import Lora, has_quantized_weight
 from weft.models.layers.moe import Experts, MixtureOfExperts
 from weft.models.layers.norm import RMSNorm
 from weft.models.sharding import ShardingRule, decoder_sharding, find_rule
@@ -220,7 +220,7 @@ def _sequence_shard(module: nn.Module, group: dist.ProcessGroup, forward: Callab
 def _rows(module: nn.Linear, rows: slice, forward: Callable) -> Callable:
     """Wraps a replicated linear layer's forward: computes only the output features `rows`."""
 
-    if hasattr(module, "lora") or is_quantized(module):
+    if hasattr(module, "lora") or has_quantized_weight(module):
         return partial(forward, rows=rows)
 
     def call(x):
