@@ -1,4 +1,4 @@
-"""The recipes in configs/, docs/tuning/index.md and adapters.md: commands run on small data, and the table of memory is current."""
+"""The recipes in configs/ and the pages of tuning: commands run on small data, and the table of memory is current."""
 
 import json
 import runpy
