@@ -173,10 +173,11 @@ class DataSection(Section):
     """Tokens of raw conversations that are trained on: those of all assistant messages, of the last assistant message,
     or all tokens. Default: `assistant`.
     """
-    overlong: Literal["drop", "truncate"] | None = None
-    """What is done with raw conversations of more than `sequence_length` tokens, and with preferences whose two
-    documents together have more. Default: `drop`, which leaves them out and reports their number. `truncate` cuts off
-    the end, at the same position in both documents of a preference.
+    overlong: Literal["drop", "truncate", "refuse"] | None = None
+    """What is done with raw conversations of more than `sequence_length` tokens, with preferences whose two documents
+    together have more, and with prompts that leave no room for `objective.max_new_tokens`. Default: `drop`, which
+    leaves them out and reports their number. `refuse`: an error. `truncate` cuts off the end, at the same position in
+    both documents of a preference; prompts cannot be truncated.
     """
     sequence_length: int | None = Field(None, ge=1)
     """Number of tokens per sequence. Default: the smaller of 1024 and `model.max_position_embeddings`."""

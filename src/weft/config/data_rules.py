@@ -9,6 +9,7 @@ from weft.config.derive import DEFAULT_SEQUENCES, count_steps
 from weft.config.draft import Draft
 from weft.config.objective_data import objective_data
 from weft.config.python_source import NotFound, find_class
+from weft.config.rollout_rules import generates
 from weft.config.section import partial_section
 from weft.config.signature import method_signature
 from weft.config.suggest import did_you_mean
@@ -212,8 +213,11 @@ def check_warm_up(draft: Draft, key: str, total: int | None, divisor: int) -> No
 
 
 def sequences_per_step(draft: Draft) -> int | None:
-    """Returns the number of sequences in the global batch; None if it is not known, as without `data.train`."""
-    if draft.values.get("data.train", "not known") is None:
+    """Returns the number of sequences in the global batch; None if it is not known.
+
+    It is not known without `data.train`, and if the model generates the training data.
+    """
+    if draft.values.get("data.train", "not known") is None or generates(draft):
         return None
     length, tokens = draft.get("data.sequence_length"), draft.get("training.batch_tokens")
     if not length or "training.batch_tokens" not in draft.values:

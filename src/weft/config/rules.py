@@ -17,6 +17,7 @@ from weft.config.legal_mesh import SIZES, reasons_against
 from weft.config.mesh import ParallelSection
 from weft.config.model_rules import known_model, model_mistakes
 from weft.config.python_source import NotFound, find_class
+from weft.config.rollout_rules import check_rollouts
 from weft.config.signature import has_attribute
 from weft.config.transformers_model import longest_sequence
 from weft.errors import Problem
@@ -45,6 +46,7 @@ def apply_rules(draft: Draft, *, check_data: bool) -> list[Problem]:
     _check_batch(draft)
     _check_name(draft)
     check_data_section(draft)
+    check_rollouts(draft)
     samples = check_headers(draft) if check_data else None
     steps = run_steps(draft, samples)
     if steps is not None and steps > MOST_STEPS:

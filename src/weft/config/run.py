@@ -235,6 +235,11 @@ class RunConfig(Section):
         return self.__dict__ == other.__dict__ if isinstance(other, RunConfig) else NotImplemented
 
     @property
+    def generates(self) -> bool:
+        """Whether the model generates the training data from prompts, as the objective `grpo` needs."""
+        return isinstance(self.data.train, str) and "updates_per_rollout" in self.objective.arguments
+
+    @property
     def run_directory(self) -> Path:
         """The run directory, `<run.directory>/<run.name>`."""
         return Path(self.run.directory) / (self.run.name or "run")

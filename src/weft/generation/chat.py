@@ -68,19 +68,7 @@ class Chat:
     @system.setter
     def system(self, text: str | None) -> None:
         question = [*_system_message(text), {"role": "user", "content": "weft"}]
-        before, full = self._render(question), self._render([*question, {"role": "assistant", "content": SAMPLE}])
-        start = self._render(question, prompt=True)
-        if SAMPLE not in full:
-            raise UserError(
-                "this chat template writes no assistant messages; choose another with --chat-template",
-                self.template.source.origin,
-            )
-        header, _, end = full.partition(SAMPLE)
-        between = header[len(start) :] if header.startswith(start) else ""
-        # A template without `add_generation_prompt` writes the header of an answer only together with the answer.
-        self._header = between.rstrip(" ") if start == before else ""
-        self._lead = between[len(self._header) :] if not between[len(self._header) :].strip() else ""
-        self._end = end.rstrip()
+        self._header, self._lead, self._end = answer_frame(self._render, question, self.template.source.origin)
         self._system = text
 
     @property
@@ -185,6 +173,33 @@ class Chat:
             return self.template.render(messages, self.tools, self.variables, prompt=prompt)[0]
         except Unfit as bad:
             raise UserError(f"{bad.reason}; change the messages, or choose another --chat-template") from None
+
+
+def answer_frame(render: Callable[..., str], question: Messages, origin: str) -> tuple[str, str, str]:
+    """Finds what a chat template writes around an answer.
+
+    Args:
+        render: function that renders messages, with the beginning of an answer if `prompt` is True.
+        question: messages to answer.
+        origin: file or name of the template, for messages.
+
+    Returns:
+        Three texts: what is missing between the rendered question (with `prompt`) and an answer, without white space at
+        its end; this white space, if it is not part of answers; and the text after an answer.
+
+    Raises:
+        UserError: the template writes no assistant messages.
+    """
+    before, full = render(question), render([*question, {"role": "assistant", "content": SAMPLE}])
+    start = render(question, prompt=True)
+    if SAMPLE not in full:
+        raise UserError("this chat template writes no assistant messages; choose another with --chat-template", origin)
+    header, _, end = full.partition(SAMPLE)
+    between = header[len(start) :] if header.startswith(start) else ""
+    # A template without `add_generation_prompt` writes the header of an answer only together with the answer.
+    header = between.rstrip(" ") if start == before else ""
+    lead = between[len(header) :]
+    return header, "" if lead.strip() else lead, end.rstrip()
 
 
 class Answer:

@@ -78,7 +78,7 @@ def choose(logits: torch.Tensor, contexts: Sequence[Context]) -> list[Choice]:
         return draw(some, uniform.to(logits.device), *settings)
 
     tokens = choose_ids(changed, contexts, draw_some)
-    choices = with_logprobs(logits, tokens, [context.sampling.logprobs for context in contexts])
+    choices = with_logprobs(logits, tokens, [context.sampling for context in contexts])
     return [Choice(0, failure=failures[row]) if row in failures else choice for row, choice in enumerate(choices)]
 
 
@@ -169,23 +169,28 @@ def _process_row(logits: torch.Tensor, context: Context) -> torch.Tensor:
     return logits
 
 
-def with_logprobs(logits: torch.Tensor, tokens: Sequence[int], wanted: Sequence[int | None]) -> list[Choice]:
-    """Returns a `Choice` for each token, with log-probabilities where `wanted` is not None.
+def with_logprobs(logits: torch.Tensor, tokens: Sequence[int], samplings: Sequence[Sampling]) -> list[Choice]:
+    """Returns a `Choice` for each token, with log-probabilities where `Sampling.logprobs` is not None.
 
     Args:
         logits: `[tokens, vocab]`.
         tokens: ids of the tokens.
-        wanted: `Sampling.logprobs` of each token.
+        samplings: the settings of each token.
     """
     choices = [Choice(token) for token in tokens]
-    rows = [row for row, number in enumerate(wanted) if number is not None]
+    rows = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
     if rows:
-        logprobs = logits[rows].log_softmax(-1)
-        most = min(max(number or 0 for number in wanted), logits.shape[-1])
+        kept = logits[rows]
+        divisors = [samplings[row].temperature if samplings[row].tempered_logprobs else 1.0 for row in rows]
+        if set(divisors) != {1.0}:
+            kept = kept / torch.tensor(divisors, dtype=kept.dtype, device=kept.device).unsqueeze(-1)
+        logprobs = kept.log_softmax(-1)
+        most = min(max(samplings[row].logprobs or 0 for row in rows), logits.shape[-1])
         values, ids = (x.tolist() for x in logprobs.topk(most, dim=-1))
-        for i, row in enumerate(rows):
-            top = list(zip(ids[i], values[i], strict=True))[: wanted[row]]
-            choices[row] = Choice(tokens[row], logprobs[i, tokens[row]].item(), tuple(top))
+        found = logprobs.gather(-1, torch.tensor([[tokens[row]] for row in rows], device=logprobs.device))
+        for i, (row, logprob) in enumerate(zip(rows, found.flatten().tolist(), strict=True)):
+            top = list(zip(ids[i], values[i], strict=True))[: samplings[row].logprobs]
+            choices[row] = Choice(tokens[row], logprob, tuple(top))
     return choices
 
 

@@ -45,6 +45,8 @@ class Sampling:
         logprobs: number of most likely tokens whose log-probabilities are returned, besides the log-probability of
             each new token; None: no log-probabilities. They are computed from the model's own logits, before
             `logit_bias`, penalties and all other settings change the logits.
+        tempered_logprobs: whether these log-probabilities are those of the logits divided by `temperature`, over all
+            tokens: also of those that `top_k`, `top_p` and `min_p` leave out.
         json_schema: a JSON schema (draft 2020-12) that the continuation must follow: a mapping, a bool (True: any
             JSON) or JSON text; None: no schema. Keys are written in the order of `properties`. Needs llguidance and a
             tokenizer, like `regex` and `grammar`; only one of the three can be set.
@@ -73,6 +75,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     n: int = 1
     logprobs: int | None = None
+    tempered_logprobs: bool = False
     json_schema: Mapping[str, Any] | bool | str | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -99,6 +102,11 @@ class Sampling:
             (self.n >= 1, "n", "set it to at least 1"),
             (self.max_length is None or self.max_length >= 2, "max_length", "set it to at least 2"),
             (self.logprobs is None or self.logprobs >= 0, "logprobs", "set it to 0 or more"),
+            (
+                not (self.tempered_logprobs and self.temperature == 0),
+                "temperature",
+                "tempered_logprobs needs a temperature above 0",
+            ),
         ):
             if not ok:
                 raise UserError(f"{name} is {getattr(self, name)}; {remedy}")

@@ -95,7 +95,7 @@ def generate(
 
 def make_sampling(max_new_tokens: int, temperature: float, settings: dict[str, Any]) -> Sampling:
     """Returns the settings of `generate`. Raises UserError for unknown settings, and for `n` and `logprobs`."""
-    known = [name for name in Sampling.__dataclass_fields__ if name not in ("n", "logprobs")]
+    known = [name for name in Sampling.__dataclass_fields__ if name not in ("n", "logprobs", "tempered_logprobs")]
     for name in settings:
         if name not in known:
             raise UserError(f"generate has no setting {name!r}; use one of {', '.join(known)}")

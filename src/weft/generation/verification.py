@@ -91,14 +91,14 @@ def _sample_rejecting(
     accepted = next(rejected, len(ratios))
     tokens = list(proposals[:accepted])
     if accepted in failures:
-        chosen = with_logprobs(logits[:accepted], tokens, [sampling.logprobs] * accepted)
+        chosen = with_logprobs(logits[:accepted], tokens, [sampling] * accepted)
         return [*chosen, Choice(0, failure=failures[accepted])]
     weights = each[accepted]
     if accepted < len(proposals):
         rest = (weights - draft[accepted]).clamp(min=0)
         weights = rest if rest.sum() > 0 else weights  # p and q are equal, except for rounding
     tokens.append(int(draw_ids(weights.unsqueeze(0), contexts[:1])))
-    return with_logprobs(logits[: accepted + 1], tokens, [sampling.logprobs] * len(tokens))
+    return with_logprobs(logits[: accepted + 1], tokens, [sampling] * len(tokens))
 
 
 def context_after(context: Context, tokens: Sequence[int]) -> Context:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from weft.data.batches.batch import Batch
 from weft.data.batches.layout import Field
 from weft.errors import UserError
+from weft.generation.rollouts import Rollouts
 from weft.objectives.advantages import group_advantages
 from weft.parallel.objective import Forward, Loss, Objective
 
@@ -63,6 +64,22 @@ class GRPO(Objective):
         updates_per_rollout: number of optimizer steps with the answers of one rollout. If 1, the policy that sampled is
             the policy itself, and the ratio is 1. If more, batches have the log-probabilities `old_logprobs` of the
             policy that sampled.
+        minibatches: number of parts of a rollout, each with all answers to some of its prompts. An optimizer step
+            learns from one part, the parts take turns, and `updates_per_rollout` is a multiple of their number: 4
+            updates with 2 minibatches use each answer twice.
+        reward: reward function as `module:function`, a list of functions whose rewards are added, or function ->
+            weight. Called as `reward(prompts, completions, **columns)`, with one entry per answer, for the columns of
+            the records that it has as arguments; or, if its arguments are `prompt` and `completion`, for each answer.
+            It can be async. Required if `data.train` is a file of prompts.
+        prompts: number of prompts per rollout.
+        group: number of answers to each prompt, whose mean reward is the baseline.
+        top_p: sample from the smallest set of most likely tokens whose total probability is at least this value.
+            Default: all tokens.
+        top_k: sample from this number of most likely tokens. Default: all tokens.
+        reward_timeout: maximum number of seconds of a call of a reward function for a rollout, or of a tool.
+        max_turns: maximum number of messages that the model writes to a prompt; more than one needs `tools`.
+        tools: functions as `module:function` that the model can call, in the format of its chat template. The result is
+            appended as a message, which is not learned, and the model writes another message.
     """
 
     weigh_documents = True  # the weights of an answer's tokens add up to 1
@@ -82,6 +99,15 @@ class GRPO(Objective):
         temperature: Annotated[float, Gt(0)] = 1.0,
         max_new_tokens: Annotated[int, Ge(1)] = 256,
         updates_per_rollout: Annotated[int, Ge(1)] = 1,
+        minibatches: Annotated[int, Ge(1)] = 1,
+        reward: str | list[str] | dict[str, float] | None = None,
+        prompts: Annotated[int, Ge(1)] = 16,
+        group: Annotated[int, Ge(2)] = 8,
+        top_p: Annotated[float, Gt(0), Le(1)] | None = None,
+        top_k: Annotated[int, Ge(1)] | None = None,
+        reward_timeout: Annotated[float, Gt(0)] = 60.0,
+        max_turns: Annotated[int, Ge(1)] = 1,
+        tools: Sequence[str] = (),
     ):
         self.variant, self.beta = loss, beta
         self.kl: Literal["k1", "k2", "k3"] = kl
@@ -91,6 +117,17 @@ class GRPO(Objective):
         self.mask_truncated, self.importance_cap = mask_truncated, importance_cap
         self.temperature, self.max_new_tokens = temperature, max_new_tokens
         self.updates_per_rollout = updates_per_rollout
+        self.rollouts = Rollouts(
+            reward=reward or (),
+            prompts=prompts,
+            group=group,
+            minibatches=minibatches,
+            top_p=top_p,
+            top_k=top_k,
+            reward_timeout=reward_timeout,
+            max_turns=max_turns,
+            tools=tuple(tools),
+        )
         if beta:
             self.frozen_models = {"reference": reference}
             self.prepare = self._reference_logprobs

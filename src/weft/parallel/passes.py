@@ -134,6 +134,23 @@ class Passes:
         self.model.train(training)
         return prepared
 
+    @torch.no_grad()
+    def forward_only(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """Returns the model's outputs for the inputs of the objective, without gradient and dropout.
+
+        Returns:
+            A tensor `[batch, seq, ...]` of all micro-batches. With context parallelism, it has the complete sequences.
+        """
+        found, training = [], self.model.training
+        self.model.eval()
+        for micro_batch in micro_batches:
+            alive()
+            batch, shard = self.shard(micro_batch, {})
+            outputs = self.outputs(self.complete(self.objective.inputs(shard), batch, shard, None), shard)
+            found.append(outputs if self.sequence_shard is None else self.sequence_shard.gather(outputs, batch))
+        self.model.train(training)
+        return torch.cat(found)
+
     def outputs(self, inputs: dict[str, Any], shard: Batch) -> torch.Tensor:
         """Returns the model's outputs for this rank's shard of a batch. The caller must disable gradients."""
         return self.forward(inputs)

@@ -35,7 +35,7 @@ def check_before_packing(config: RunConfig, *, fresh: bool = False) -> None:
         UserError: an adapter does not fit the model, was trained on other weights or has other settings than the run
             that is resumed; or a pattern matches no trained parameter.
     """
-    if not config.data.raw:
+    if not config.data.raw or config.generates:
         return
     try:
         if config.adapter is not None:

@@ -41,6 +41,7 @@ from weft.parallel.stages import stages_of_rank
 from weft.parallel.world import World
 from weft.train.given_batches import GivenBatches
 from weft.train.open_source import open_source
+from weft.train.rollouts.source import RolloutSource
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Data:
 
     Attributes:
         length: number and size of the steps, and how many steps pass between validations, checkpoints and samples.
-        source: the training batches, as a function of the step; or the batches that are passed to `Trainer.step`.
+        source: the training batches, as a function of the step (and of the model, if this generates the training data);
+            or the batches that are passed to `Trainer.step`.
         held_out: the validation sets.
         digests: name -> digest of a token store. The names are "train" and "validation", or "train/NAME" and
             "validation/NAME".
@@ -76,7 +78,7 @@ class Data:
     """
 
     length: RunLength | Intervals
-    source: BatchSource | GivenBatches
+    source: BatchSource | GivenBatches | RolloutSource
     held_out: tuple[HeldOut, ...]
     digests: dict[str, str]
     left_out: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -84,7 +86,7 @@ class Data:
 
     def micro_batch_size(self, batch: Batch) -> int:
         """Returns the number of sequences per forward pass, for this rank's sequences of a global batch."""
-        if isinstance(self.source, GivenBatches):
+        if not isinstance(self.source, BatchSource):
             return self.source.micro_batch_size(batch)
         assert isinstance(self.length, RunLength)
         # Length warm-up splits each sequence into several sequences, so a micro-batch has as many times more.

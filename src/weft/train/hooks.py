@@ -40,6 +40,11 @@ class Callbacks:
         self.labelled = [("log.metrics", metrics), *zip(labels, self.found.values(), strict=True)]
         self.loading: dict[str, Tensor] = {}
 
+    def add(self, name: str, callback: Callback) -> None:
+        """Adds a callback that the config does not list. `name` is its name in checkpoints."""
+        self.found[name] = callback
+        self.labelled.append((name, callback))
+
     def call(self, hook: str, state: State) -> None:
         """Calls the method `hook` of every callback that defines this method."""
         for label, callback in self.labelled:

@@ -32,6 +32,7 @@ from weft.train.given_batches import GivenBatches
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
 from weft.train.recorder import Recorder
+from weft.train.rollouts.source import RolloutSource
 from weft.train.sample_writer import Sampler
 from weft.train.state import State
 from weft.train.stop import Outcome, StopRequest
@@ -94,6 +95,8 @@ class Loop:
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.measured: dict[str, float] = {}
         self.saved_at = self.validated_at = 0
+        if isinstance(self.data.source, RolloutSource):
+            self.data.source.attach(self.passes, self.recorder.samples, self.length.samples_every)
 
     def run(self, step: int, stop: StopRequest | None = None) -> Outcome:
         """Continues a run that has made `step` updates.

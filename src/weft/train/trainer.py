@@ -25,16 +25,15 @@ from weft.observe.logs import stop_log
 from weft.parallel.fp8 import raise_unless_usable
 from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.mesh_view import Mesh
-from weft.parallel.objective import Objective
 from weft.parallel.ranks import error_on_all_ranks
 from weft.parallel.same_run import compare_ranks
 from weft.parallel.world import World, start_world
 from weft.processes import signal_handler
 from weft.train.before_packing import check_before_packing
 from weft.train.build import Built, build, components, compressor, make_schedule, restore
-from weft.train.data import Data, layout_of, open_data, open_given
-from weft.train.job import Job, prepare
+from weft.train.job import prepare
 from weft.train.loop import Loop
+from weft.train.open_data import open_run_data
 from weft.train.preflight import check_decoder, check_transformers_model, run_facts
 from weft.train.recorder import Recorder
 from weft.train.run_directory import RunDirectory, set_aside_damaged
@@ -280,16 +279,11 @@ class Trainer:
                     self.console.warning(line)
             check_decoder(job)
             objective, callbacks = world.agree(lambda: components(job.config, world))
-            data = world.agree(lambda: self._open_data(job, objective))
+            data = open_run_data(job, objective, callbacks, self.batches)
             model, optimizer = build(job.config, world)
             compress = compressor(job, model)
             state = restore(job, model, optimizer, compress, callbacks)
             return Built(job, data, objective, callbacks, model, optimizer, compress, state, cleanup.pop_all())
-
-    def _open_data(self, job: Job, objective: Objective) -> Data:
-        if self.batches is not None:
-            return open_given(job.config, job.world, self.console, objective, self.batches)
-        return open_data(job.config, job.world, self.console, layout_of(objective, job.config))
 
     def _start(self, built: Built) -> Loop:
         """Opens the files of the run directory and the trackers, and returns the training loop."""

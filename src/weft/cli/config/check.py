@@ -77,6 +77,13 @@ def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str
     mesh = _mesh(config, ranks)
     if lines := _axes(config, mesh, known=ranks is not None):
         found["mesh"] = f"\n{'':14}".join(lines)
+    if config.generates:
+        settings = config.objective.arguments
+        each = f"{settings['prompts']:,} prompts x {settings['group']:,} completions of up to"
+        found["rollouts"] = (
+            f"{each} {settings['max_new_tokens']:,} tokens, every {settings['updates_per_rollout']:,} steps"
+        )
+        return found | {"length": counted(config.training.steps, "step"), "output": str(config.run_directory)}
     try:
         length = derive(config, train_tokens=tokens, train_samples=samples, mesh=mesh)
     except UserError:
@@ -124,6 +131,8 @@ def _raw(config) -> dict[str, str]:
     Raises:
         UserError: the layout of a raw source cannot be detected, or its chat template is not found.
     """
+    if config.generates:
+        return {"data.train": f"{config.data.train}, prompts"}
     if not config.data.raw:
         return {}
     from weft.data.raw.pack_sources import detect_sources

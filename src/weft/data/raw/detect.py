@@ -104,7 +104,7 @@ def detect(
             template=find_template(Path(tokenizer), data.chat_template),
             train_on=data.train_on or "assistant",
             max_tokens=length,
-            overlong=data.overlong or "drop",
+            overlong="truncate" if data.overlong == "truncate" else "drop",
             date=date.today().isoformat(),
         )
     )

@@ -46,6 +46,7 @@ def pack_sources(config: RunConfig, console: Console | None = None, *, train: bo
 
 
 def _pack_sources(config: RunConfig, console: Console, train: bool) -> RunConfig:
+    train = train and not config.generates
     stores, progress = {}, Console(prints=console.prints or os.environ.get("RANK", "0") != "0")
     for key, raw in detect_sources(config, train=train).items():
         console.line(f"{key}: {raw.path}: {raw.description}")
@@ -58,7 +59,7 @@ def _pack_sources(config: RunConfig, console: Console, train: bool) -> RunConfig
             what = in_config_words(error.what)
             place = f"{key}: " if error.where is None and not what.startswith("data.") else ""
             raise UserError(place + what, error.where, error.line) from None
-        _report(key, stores[key], console)
+        _report(key, stores[key], console, config.data)
     data = config.data.packed_as(stores) if stores else config.data
     if data.packing is None and train:
         data = data.packed_as({}, **_packing(config, data))
@@ -76,7 +77,7 @@ def detect_sources(config: RunConfig, *, train: bool = True) -> dict[str, RawDat
     """
     data, found, needs = config.data, {}, objective_data(config.objective.type)
     for key, path in data.raw.items():
-        if key.startswith("data.train") and not train:
+        if key.startswith("data.train") and (not train or config.generates):  # prompts are not packed
             continue
         if config.tokenizer is None:
             raise UserError(f"{key}: {path} is raw data, which needs a tokenizer; set tokenizer")
@@ -111,8 +112,12 @@ def _packing(config: RunConfig, data: DataSection) -> dict[str, object]:
     return values
 
 
-def _report(key: str, store: str, console: Console) -> None:
-    """Prints how many documents of raw data were packed, and warns of documents that were dropped or changed."""
+def _report(key: str, store: str, console: Console, data: DataSection) -> None:
+    """Prints how many documents of raw data were packed, and warns of documents that were dropped or changed.
+
+    Raises:
+        UserError: documents are too long, and `data.overlong` is `refuse`.
+    """
     info = TokenStore(store).info
     noun = {"conversations": "conversation", "preferences": "preference pair"}.get(info.kind, "document")
     items = info.documents // info.item_documents
@@ -123,6 +128,8 @@ def _report(key: str, store: str, console: Console) -> None:
     for what, number in info.rejected.items():
         remedy = "; raise data.sequence_length" if what.endswith("tokens") else ""
         remedy += ", or set data.overlong: truncate" * what.startswith("longer")
+        if data.overlong == "refuse" and what.startswith("longer"):
+            raise UserError(f"{key}: {number:,} of {counted(total, noun)}: {what}{remedy}")
         console.warning(f"{key}: dropped {number:,} of {counted(total, noun)}: {what}{remedy}")
     for what, number in info.notes.items():
         console.warning(f"{key}: {counted(number, noun)} of {total:,}: {what}")

@@ -122,6 +122,18 @@ class SequenceShard:
             sum_over_ranks=partial(collectives.all_reduce, group=self.group),
         )
 
+    def gather(self, values: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Returns the values of all tokens `[batch, seq, ...]`, given those of this rank's shard, on all ranks of `cp`.
+
+        Args:
+            batch: the full sequences.
+        """
+        seq = batch.tokens.shape[1]
+        full = values.new_zeros(len(values), seq, *values.shape[2:])
+        full[:, self.positions(seq, batch.segments is not None, values.device)] = values
+        dist.all_reduce(full, group=self.group)
+        return full
+
     def extra_inputs(self, batch: Batch) -> dict[str, Any]:
         """Returns model inputs that must be computed from full sequences, not from a rank's shard.
 

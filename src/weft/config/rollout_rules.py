@@ -1,0 +1,85 @@
+"""Checks the configuration of a run whose model generates its training data from prompts."""
+
+from __future__ import annotations
+
+import re
+
+from weft.config.draft import Draft
+from weft.headers import is_raw
+
+# Keys that say how given data become batches.
+NO_EFFECT = (
+    "data.layout",
+    "data.train_on",
+    "data.workers",
+    "data.temperature",
+    "data.curriculum",
+    "data.mixture_block",
+    "data.packing",
+    "data.length_warmup",
+    "training.batch_tokens",
+)
+LENGTHS = ("training.tokens", "training.epochs")
+FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def generates(draft: Draft) -> bool:
+    """Whether the model generates the training data from prompts, and does not read them from a custom dataset."""
+    chosen = draft.get("data.train")
+    return isinstance(chosen, str | list) and draft.get("objective.updates_per_rollout") is not None
+
+
+def check_rollouts(draft: Draft) -> None:
+    """Reports keys that have no effect on generated training data, and settings that contradict each other."""
+    if not generates(draft):
+        return
+    for key in NO_EFFECT:
+        if draft.get(key) not in (None, 0):
+            draft.report(key, "no effect, because the model generates the training data; remove the key")
+    for key in LENGTHS:
+        if draft.get(key) is not None:
+            what = "the model generates the training data, whose size is not known in advance"
+            draft.report(key, f"{what}; set training.steps instead, a number of updates")
+    chosen = draft.get("data.train")
+    if not isinstance(chosen, str) or not is_raw(chosen):
+        draft.report("data.train", "prompts must be a file, a folder or a pattern of records; give one path")
+    if draft.get("data.validation") is not None:
+        what = "no loss is measured of given answers, because the model generates the training data"
+        draft.report("data.validation", f"{what}; remove the key, and evaluate checkpoints instead")
+    if draft.get("data.overlong") == "truncate":
+        draft.report("data.overlong", "a prompt is not truncated; set drop or refuse")
+    _check_functions(draft)
+    _check_sizes(draft)
+
+
+def _check_functions(draft: Draft) -> None:
+    reward, tools = draft.get("objective.reward"), draft.get("objective.tools") or []
+    if not reward:
+        draft.report("objective.reward", "required: a function that returns rewards, as module:function; add it")
+    rewards = [reward] if isinstance(reward, str) else list(reward or ())
+    for key, names in (("reward", rewards), ("tools", tools)):
+        for name in names:
+            if not FUNCTION.fullmatch(str(name)):
+                draft.report(f"objective.{key}", f"{name!r} is not a function; write it as module:function")
+    turns = draft.get("objective.max_turns")
+    if tools and turns == 1:
+        what = "1 turn has no room for the result of a tool; set 2 or more, or remove tools"
+        draft.report("objective.max_turns", what, "objective.tools")
+    if not tools and isinstance(turns, int) and turns > 1:
+        what = f"{turns} turns have no effect without tools; set objective.tools, or remove the key"
+        draft.report("objective.max_turns", what)
+
+
+def _check_sizes(draft: Draft) -> None:
+    length, new = draft.get("data.sequence_length"), draft.get("objective.max_new_tokens")
+    if length and new and new >= length:
+        what = f"{new} new tokens leave no room for a prompt in {length} tokens (data.sequence_length)"
+        draft.report("objective.max_new_tokens", f"{what}; lower the number", "data.sequence_length")
+    updates, parts = draft.get("objective.updates_per_rollout"), draft.get("objective.minibatches")
+    prompts = draft.get("objective.prompts")
+    if updates and parts and updates % parts:
+        what = f"{updates} is not a multiple of the {parts} minibatches, which are used equally often"
+        draft.report("objective.updates_per_rollout", f"{what}; set a multiple", "objective.minibatches")
+    if prompts and parts and prompts % parts:
+        what = f"{parts} minibatches do not divide the {prompts} prompts of a rollout; set a divisor"
+        draft.report("objective.minibatches", what, "objective.prompts")

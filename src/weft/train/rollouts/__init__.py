@@ -1,0 +1,1 @@
+"""Rollouts: completions that the model generates during training, and their rewards."""

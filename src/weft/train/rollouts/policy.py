@@ -1,0 +1,94 @@
+"""Defines `Policy`, which generates completions with the weights of the model that is being trained."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from weft.config.derive import sequence_length
+from weft.generation.cache import BLOCK
+from weft.generation.engine import Engine
+from weft.generation.limits import blocks_in_memory
+from weft.generation.settings import Sampling
+from weft.kernels.decode_step import library
+from weft.models.decoder import Decoder
+from weft.observe.status import alive
+from weft.parallel.full_model import gather_weights, new_full_model
+from weft.train.auto_settings import DTYPES
+from weft.train.job import Job
+
+MOST_SEQUENCES = 256  # sequences per step of the engine
+
+
+class Generated(NamedTuple):
+    """New tokens of a prompt.
+
+    Attributes:
+        ids: token ids, with the stop token.
+        logprobs: log-probability of each token at the temperature, over the complete vocabulary.
+        complete: whether a stop token ended the continuation.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    complete: bool
+
+
+class Request(NamedTuple):
+    """A prompt to continue. `copy` is the number of earlier continuations of the same prompt."""
+
+    ids: list[int]
+    sampling: Sampling
+    copy: int
+
+
+class Policy:
+    """A full (unsharded) copy of the trained model on each rank, in the compute dtype, and its engine.
+
+    Args:
+        model: the sharded model.
+        stop_ids: tokens that end a continuation.
+    """
+
+    def __init__(self, job: Job, model: nn.Module, stop_ids: Collection[int]):
+        self.job, self.model = job, model
+        config, device = job.config, job.world.device
+        self.dtype = DTYPES[config.training.dtype]
+        self.full = new_full_model(model, config.model, device, self.dtype).eval().requires_grad_(False)
+        if device.type == "cpu" and os.environ.get("WEFT_COMPILE") != "0":
+            # With an engine that compiles while it generates, a resumed run would not repeat the same numbers.
+            with contextlib.suppress(OSError):  # no compiler
+                library()
+        blocks = -(-sequence_length(config) // BLOCK) + 1
+        room = MOST_SEQUENCES * blocks
+        if isinstance(self.full, Decoder):
+            room = max(blocks, min(room, blocks_in_memory(self.full)))
+        self.engine = Engine(self.full, stop_ids=stop_ids, max_batch=MOST_SEQUENCES, max_cache_tokens=room * BLOCK)
+
+    def update(self) -> None:
+        """Copies the weights of the trained model. Every rank must call it after the weights have changed."""
+        gather_weights(self.model, self.full, self.job.world, self.dtype, everywhere=True)
+        self.engine.clear()
+
+    def generate(self, requests: Sequence[Request]) -> list[Generated]:
+        """Continues prompts. Each rank calls it with its own requests.
+
+        Raises:
+            UserError: the logits are not finite.
+        """
+        streams = [self.engine.submit(one.ids, one.sampling, copy=one.copy) for one in requests]
+        while self.engine.step():
+            alive()
+        found = []
+        for stream in streams:
+            if stream.error is not None:
+                raise stream.error
+            pieces = stream.ready()
+            tokens = [piece for piece in pieces if piece.token is not None]
+            complete = bool(pieces) and pieces[-1].finish == "stop"
+            found.append(Generated([p.token for p in tokens], [p.logprob for p in tokens], complete))  # pyright: ignore
+        return found

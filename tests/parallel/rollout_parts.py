@@ -1,0 +1,9 @@
+"""Rewards for runs on several ranks."""
+
+
+def letters(completions):
+    return [text.count("a") / 8 for text in completions]
+
+
+def short(completion, number):
+    return -len(completion) / 100 + number % 3

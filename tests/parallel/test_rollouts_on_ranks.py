@@ -1,0 +1,67 @@
+"""Runs whose model generates its training data, on several ranks: completions and updates are those of one process."""
+
+import json
+
+import pytest
+from compare import Run, compare
+from matrix import MODELS, WITHIN, ranks_of
+
+STEPS = 5
+SHOWN = ("reward", "reward/letters", "completion_length", "truncated", "entropy", "ratio", "clip_fraction")
+
+
+def train(runner, tokenizer, name, mesh, *, steps=STEPS, fresh=True, model=MODELS["gqa"]):
+    """Trains in float64 with two mini-batches and two passes per rollout, so the last step is in the middle of one."""
+    prompts = runner.folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n} ka", "number": n}) + "\n" for n in range(9)))
+    content = {
+        "run": {"name": name, "directory": str(runner.folder), "seed": 7},
+        "model": model | {"vocab_size": 512, "initializer_range": 0.05},
+        "tokenizer": str(tokenizer),
+        "data": {"train": str(prompts), "sequence_length": 32},
+        "objective": {
+            "type": "grpo",
+            "reward": {"rollout_parts:letters": 1.0, "rollout_parts:short": 0.5},
+            **{"prompts": 4, "group": 3, "max_new_tokens": 7, "updates_per_rollout": 4, "minibatches": 2},
+        },
+        "optimizer": {"type": "matrix_parts:PlainSGD", "lr": 0.3},
+        "schedule": {"type": "constant"},
+        "training": {"steps": steps, "dtype": "float64", "grad_clip": None, "threads": 1, "micro_batch_size": 1},
+        "parallel": {"dp_shard": 1, **mesh},
+        "checkpoint": {"every": 1, "keep_last": 10},
+        "log": {"every": 1, "trackers": []},
+    }
+    file = runner.folder / f"{name}.yaml"
+    file.write_text("".join(f"{section}: {json.dumps(value)}\n" for section, value in content.items()))
+    runner.pool.run(file, ranks_of(mesh), fresh=fresh, seconds=90)
+    return Run(runner.folder / name)
+
+
+def found(run):
+    lines = map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines())
+    return [[line.get(name, 0.0) for name in SHOWN] for line in lines]
+
+
+def check(one, run):
+    difference = compare(one, run)
+    assert difference.largest <= WITHIN, difference.wrong()
+    for line, other in zip(found(one), found(run), strict=True):
+        assert other == pytest.approx(line, rel=0, abs=WITHIN)
+
+
+def test_two_data_ranks_and_another_mesh_after_a_stop_in_the_middle_of_a_rollout(runner, tiny_tokenizer):
+    one = train(runner, tiny_tokenizer, "rollouts-alone", {})
+    assert len({tuple(line) for line in found(one)}) > 2
+    train(runner, tiny_tokenizer, "rollouts-moved", {"dp_shard": 2}, steps=3)
+    check(one, train(runner, tiny_tokenizer, "rollouts-moved", {"pp": 2, "pp_schedule": "gpipe"}, fresh=False))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "mesh", [{"dp_replicate": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}, {"pp": 2, "dp_shard": 2}, {"dp_shard": 3}], ids=str
+)
+@pytest.mark.parametrize("model", ["tied", "moe"])
+def test_all_meshes_make_the_same_rollouts(mesh, model, runner, tiny_tokenizer):
+    one = train(runner, tiny_tokenizer, f"rollouts-{model}", {}, model=MODELS[model])
+    name = "rollouts-" + model + "-".join(f"{axis}{size}" for axis, size in mesh.items())
+    check(one, train(runner, tiny_tokenizer, name, mesh, model=MODELS[model]))

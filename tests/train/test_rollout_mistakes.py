@@ -1,0 +1,136 @@
+"""What bad rewards and prompts of a run that generates its training data get."""
+
+import json
+import re
+
+import pytest
+import torch
+from rollout_runs import settings, write_inputs
+from running import train
+
+from weft.config.run import RunConfig
+from weft.errors import ConfigError, UserError
+from weft.train.rollouts.rewards import Rewards
+
+ARGUMENTS = {
+    "prompts": ["p", "q", "r"],
+    "completions": ["aa", "", "aaaa"],
+    "conversations": [[], [], []],
+    "number": [1, 2, 3],
+}
+PLACES = ["completion 1 of p.jsonl:1", "completion 2 of p.jsonl:1", "completion 1 of p.jsonl:2"]
+
+
+@pytest.fixture(autouse=True)
+def _inputs(tmp_path, monkeypatch):
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_functions_over_the_batch_for_each_completion_and_async_have_weights():
+    weights = {
+        f"rollout_rewards:{name}": weight
+        for name, weight in (("letters", 2.0), ("short", 1), ("slow_sum", 1), ("each", 3))
+    }
+    rewards = Rewards(weights, 10.0, ["number"])
+    assert rewards.names == ["letters", "short", "slow_sum", "each"]
+    assert rewards.weights == [2.0, 1, 1, 3]
+    found = rewards(ARGUMENTS, PLACES)
+    expected = [[0.25, 0, 0.5], [-0.02, 0, -0.04], [1, 2, 3], [0.5] * 3]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("raises", ("ZeroDivisionError", "3 completions", "p.jsonl:1")),
+        ("raises_for_one", ("ValueError: no 1", "completion 1 of p.jsonl:1")),
+        ("not_a_number", ("nan", "completion 1 of p.jsonl:2")),
+        ("nothing", ("None", "completion 1 of p.jsonl:1")),
+        ("too_few", ("1 values", "3 completions")),
+        ("text", ("str", "list")),
+        ("hangs", ("0.2 seconds", "reward_timeout")),
+    ],
+)
+def test_a_wrong_reward_names_its_function_and_the_completion(name, parts):
+    with pytest.raises(UserError) as raised:
+        Rewards({f"rollout_rewards:{name}": 1.0}, 0.2, ["number"])(ARGUMENTS, PLACES)
+    message = str(raised.value)
+    assert re.match(r"\S*rollout_rewards\.py:\d+: reward ", message)
+    assert all(part in message for part in (f"rollout_rewards:{name}", *parts)), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("reward", "part"),
+    [
+        ("rollout_rewards:wants", "'solution'"),
+        ("rollout_rewards:missing", "'missing'"),
+        ("no_such_module:reward", "no_such_module"),
+        ("rollout_rewards:REWARDS", "REWARDS"),
+    ],
+)
+def test_a_reward_that_cannot_be_called_is_refused_before_training(reward, part, run_yaml, capsys):
+    assert train(run_yaml(**settings({"reward": reward}))) == 2
+    error = capsys.readouterr().err
+    assert part in error
+    assert "Traceback" not in error
+
+
+def test_a_reward_that_fails_ends_the_run_with_one_line(run_yaml, capsys, tmp_path):
+    assert train(run_yaml(**settings({"reward": "rollout_rewards:raises_for_one"}))) == 2
+    error = capsys.readouterr().err
+    assert "rollout_rewards.py" in error
+    assert "prompts.jsonl:" in error
+    assert "Traceback" not in error
+
+
+def test_long_prompts_are_dropped_and_counted_or_refused(run_yaml, capsys, tmp_path):
+    with open(tmp_path / "prompts.jsonl", "a") as file:
+        print(json.dumps({"prompt": "ka lo mi " * 20, "number": 0}), file=file)
+    assert train(run_yaml(**settings(training={"steps": 1}))) == 0
+    error = capsys.readouterr().err
+    assert "dropped 1 of 25 prompts" in error
+    assert "24 prompts" in error
+    assert train(run_yaml(**settings(data={"overlong": "refuse"})), "--fresh") == 2
+    assert "prompts.jsonl:25: the prompt has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("record", "part"),
+    [
+        ({"question": "1+1"}, "question"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": [{"role": "user", "content": "1"}]}, "template"),
+    ],
+)
+def test_a_record_without_a_prompt_is_refused(record, part, run_yaml, capsys, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(record) + "\n")
+    assert train(run_yaml(**settings())) == 2
+    error = capsys.readouterr().err
+    assert part in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "part"),
+    [
+        ({"objective": {"reward": None}}, "objective.reward", "required"),
+        ({"objective": {"reward": "letters"}}, "objective.reward", "module:function"),
+        ({"objective": {"max_new_tokens": 32}}, "objective.max_new_tokens", "no room"),
+        ({"objective": {"updates_per_rollout": 3, "minibatches": 2}}, "objective.updates_per_rollout", "multiple"),
+        ({"objective": {"minibatches": 3, "updates_per_rollout": 3}}, "objective.minibatches", "divide"),
+        ({"objective": {"max_turns": 2}}, "objective.max_turns", "tools"),
+        ({"objective": {"tools": ["rollout_rewards:add"]}}, "objective.max_turns", "no room"),
+        ({"training": {"batch_tokens": 64}}, "training.batch_tokens", "no effect"),
+        ({"training": {"steps": None, "tokens": 1000}}, "training.tokens", "training.steps"),
+        ({"data": {"packing": "best_fit"}}, "data.packing", "no effect"),
+        ({"data": {"overlong": "truncate"}}, "data.overlong", "refuse"),
+    ],
+)
+def test_settings_without_effect_are_refused(sections, key, part, run_yaml):
+    with pytest.raises(ConfigError) as raised:
+        RunConfig.load(run_yaml(**settings(**sections)))
+    found = {problem.key: problem.what for problem in raised.value.problems}
+    assert part in found[key]
