@@ -115,6 +115,21 @@ def read_tokenizer_header(path: str | Path) -> TokenizerHeader:
     return read_tokenizer(path)[0]
 
 
+def read_token_ids(path: str | Path) -> dict[str, int]:
+    """Returns the vocabulary of a tokenizer, including special tokens: token -> id. `path` as in
+    `read_tokenizer_header`.
+    """
+    return _token_ids(read_tokenizer(path)[1])
+
+
+def _token_ids(content: Any) -> dict[str, int]:
+    vocabulary = content["model"]["vocab"]
+    added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+    if isinstance(vocabulary, dict):
+        return vocabulary | added
+    return {piece: id for id, (piece, _) in enumerate(vocabulary)} | added  # a unigram model's list of [piece, score]
+
+
 def read_tokenizer(path: str | Path) -> tuple[TokenizerHeader, Any]:
     """Returns the header of a tokenizer (see `read_tokenizer_header`) and the parsed content of its tokenizer.json."""
     file = tokenizer_file(path)
@@ -124,14 +139,8 @@ def read_tokenizer(path: str | Path) -> tuple[TokenizerHeader, Any]:
     except (OSError, orjson.JSONDecodeError):
         content = read_json(file)  # reports the line
     try:
-        vocabulary = content["model"]["vocab"]
-        ids = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
-        if isinstance(vocabulary, dict):
-            ids = vocabulary | ids
-            size = max(ids.values(), default=-1) + 1
-        else:  # a unigram model's list of [piece, score]
-            size = max([len(vocabulary) - 1, *ids.values()]) + 1
-            ids = {piece: id for id, (piece, _) in enumerate(vocabulary)} | ids
+        ids = _token_ids(content)
+        size = max(ids.values(), default=-1) + 1
     except (KeyError, TypeError, AttributeError, ValueError):
         raise UserError(
             "not a tokenizer file: it has no vocabulary; check the path, or create the tokenizer again", file

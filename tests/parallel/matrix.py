@@ -101,6 +101,7 @@ def _grpo(sequences: int, **objective: Any) -> dict:
     }
 
 
+_KEPT = {"type": "objective_parts:Kept"}
 _DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "embedding_dropout": 0.1}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": _way(8, 2),
@@ -134,6 +135,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "pissa": _way(8, 2) | {"adapter": {"r": 3, "alpha": 6.0, "init": "pissa", "rslora": True}},
     "qlora": _way(8, 2, masked=True) | {"adapter": {"r": 3, "targets": "all-linear", "quantize": "nf4"}},
     "qlora_int8": _way(8, 2, activation_checkpointing="full") | {"adapter": {"r": 3, "quantize": "int8", "dora": True}},
+    # Beside the trained model, the one with which the run started; its base model is shared where there is an adapter.
+    "kept": _way(8, 2, masked=True) | {"objective": _KEPT},
+    "kept_lora": _way(8, 1, masked=True) | {"objective": _KEPT, "adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
+    "kept_dora": _way(8, 2) | {"objective": _KEPT, "adapter": {"r": 3, "dora": True}},
+    "kept_pissa": _way(8, 2) | {"objective": _KEPT, "adapter": {"r": 3, "init": "pissa"}},
     "compiled": _way(8, 2, compile=True),
     "compiled_z_loss": _way(8, 2, compile=True) | {"objective": {"type": "pretrain", "z_loss": 0.05}},
     "compiled_lora": _way(8, 2, compile=True) | {"adapter": {"r": 3, "alpha": 6.0}},
@@ -322,6 +328,10 @@ SAMPLE = [
     Case("gqa", "lora", {"cp": 2, "tp": 2}),
     Case("gqa", "dora", {"pp": 2, "dp_shard": 2}),
     Case("moe", "qlora", {"dp_shard": 2, "tp": 2, "ep": 2}),
+    Case("tied", "kept", {"pp": 2, "dp_shard": 2, "tp": 2}),
+    Case("gqa", "kept_lora", {"pp": 2, "cp": 2}),
+    Case("moe", "kept_dora", {"dp_shard": 2, "tp": 2}),
+    Case("gqa", "kept_pissa", {"dp_shard": 2, "cp": 2}),
 ]
 
 # Checkpoints from mesh to mesh: a run makes a step on each, and goes on from there on the next.

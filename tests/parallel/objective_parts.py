@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
-from weft.objectives import Field, Loss
+from weft.objectives import Field, Loss, Objective
 
 PARTS = ("tokens", "positions", "segments", "labels")
 
@@ -177,3 +177,32 @@ class Certain:
             outputs = self._both(batch, outputs.flatten(0, 1), slice(None)).unflatten(0, batch.tokens.shape)
         both = (outputs * batch.weight.unsqueeze(-1)).sum((0, 1))
         return Loss(both.sum(), {"entropy": (both[1], batch.weight.sum())})
+
+
+class Kept(Objective):
+    """Sequences are to become likelier than a frozen model has them, or less likely, in turn.
+
+    The scalars are what the frozen model and the trained one say of a learned token, before the update.
+    """
+
+    scalars = ("kept", "trained")
+
+    def __init__(self, *, source: str = "start", called: str = "kept", factor: float = 0.3):
+        self.frozen_models, self.called, self.factor = {"kept": source}, called, factor
+
+    def weight(self, batch):
+        return batch.sequence_weight.sum()
+
+    def prepare(self, forward, batch):
+        inputs = self.inputs(batch)
+        before = forward(inputs)
+        kept = forward(inputs, model=self.called)
+        assert (forward(inputs) == before).all()
+        return {"kept": kept, "trained": before}
+
+    def loss(self, outputs, batch):
+        each = {name: (batch.extra[name] * batch.weight).sum(dtype=torch.float64) for name in self.scalars}
+        apart = batch.sum_tokens((outputs - 1.1 * batch.extra["kept"] + 0.1 * batch.extra["trained"]) * batch.weight)
+        apart = self.factor * apart * (1 - 2 * (batch.samples.abs() % 2))
+        scalars = {name: (value, batch.weight.sum(dtype=torch.float64)) for name, value in each.items()}
+        return Loss(-(logsigmoid(apart) * batch.sequence_weight).sum(), scalars)

@@ -1,5 +1,7 @@
 """The estimated memory of a step, against tensors that a run really holds and saves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from matrix import Case, write_run
@@ -22,6 +24,7 @@ SMALL = {
     "num_attention_heads": 4,
     "intermediate_size": 64,
 }
+LARGER = SMALL | {"hidden_size": 64}
 QLORA = AdapterSection.model_validate({"quantize": "nf4"})
 
 
@@ -86,3 +89,18 @@ def test_profile_and_check_say_it(tmp_path, capsys):
     assert "adapter: LoRA of rank 4, nf4" in text
     assert main(["config", "check", str(file)]) == 0
     assert "8.7k trained parameters: LoRA of rank 4, scale 1.5, on 28 layers" in capsys.readouterr().out
+
+
+def test_frozen_models_count_in_the_dtype_of_the_computation():
+    trained = plan(SMALL, sequence=64)
+    copy = replace(trained, frozen=True)
+    alone = estimated_memory(trained, 2, micro_batch_size=1)
+    both = estimated_memory(trained, 2, micro_batch_size=1, frozen=[copy, replace(copy, model=plan(LARGER).model)])
+    parameters = [sum(p.numel() for p in Decoder(plan(model).model).parameters()) for model in (SMALL, LARGER)]
+    assert both.references == both.total - alone.total == sum(parameters)  # 2 bytes, on 2 ranks
+    assert "frozen models of the objective" in "".join(both.lines())
+    shared = plan(SMALL, sequence=64, adapter=AdapterSection.model_validate({"r": 4}))
+    model = Decoder(shared.model)
+    add_adapter(model, shared.adapter)
+    adapter = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert estimated_memory(shared, 1, micro_batch_size=1, frozen=[shared]).references == 2 * 4 * adapter

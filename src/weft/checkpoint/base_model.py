@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint import checkpoint_files as files
-from weft.checkpoint.adapter_record import AdapterRecord
+from weft.checkpoint.adapter_record import AdapterRecord, read_adapter_record
 from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
 from weft.checkpoint.load import load, resolve
-from weft.checkpoint.weights import SavedTensor, Weights, open_weights
+from weft.checkpoint.weights import SavedTensor, Weights, checkpoint_tensors, open_weights
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
@@ -198,6 +198,22 @@ def weights_digest(section: AnyModelSection, base: Path, *, collective: bool = F
         digest = hashlib.sha256(text.encode()).hexdigest()
         remember(place, stamps, {name: digest}, began)
         return digest
+
+
+def source_digest(section: AnyModelSection, checkpoint: Path) -> str:
+    """Returns the digest of a model: of all its weights, or of an adapter and its base model. Every rank must call it.
+
+    Args:
+        section: the model's section.
+        checkpoint: a checkpoint, which can have an adapter, or a Hugging Face folder.
+    """
+    record = ranks.agree(lambda: read_adapter_record(checkpoint))
+    if record is None:
+        return weights_digest(section, checkpoint, collective=True)
+    tensors = ranks.agree(lambda: dict(checkpoint_tensors(checkpoint)))
+    lines = ranks.agree(lambda: _tensor_digests(tensors, list(tensors)))
+    text = "\n".join([record.base.digest, *(f"{name} {lines[name]}" for name in sorted(lines))])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _tensor_digests(tensors: Mapping[str, SavedTensor], names: list[str]) -> dict[str, str]:

@@ -100,15 +100,18 @@ def show_structure(args: argparse.Namespace) -> int:
     shape, given = check_mesh(config, ranks), config.training.micro_batch_size
     _, size = split_batch(batch_sequences(config), sequence_length(config), shape, given, config.parallel)
 
+    from weft.config.components import make_component
     from weft.observe.console import Console
     from weft.parallel.structure import structure
     from weft.parallel.world import local_device
     from weft.train.auto_settings import choose
     from weft.train.build import model_plan
+    from weft.train.frozen_sources import check_sources, frozen_plans
 
     config = config.model_copy(update={"training": choose(config.training, local_device(Console()))})
     states = 1 if config.optimizer.type == "muon" else 2  # tensors per parameter, mostly; AdamW has two moments
-    Console().result(structure(model_plan(config), ranks, size, states))
+    plan, sources = model_plan(config), check_sources(config, make_component(config.objective, "objective"))
+    Console().result(structure(plan, ranks, size, states, frozen_plans(config, plan, sources, shape)))
     return 0
 
 

@@ -24,10 +24,7 @@ _OVERSAMPLING = 64  # additional dimensions of the subspace, which make the larg
 
 
 def adapt(model: nn.Module, state: ModelState) -> nn.Module:
-    """If `adapter` is set, adds the adapter's parameters, and freezes all others. Assumes plain, unsharded parameters.
-
-    Frozen parameters are cast to the compute dtype; the adapter's parameters have `ModelPlan.state_dtype`.
-    """
+    """If `adapter` is set, adds the adapter's parameters, and freezes all others. Assumes plain parameters."""
     plan = state.plan
     if plan.adapter is None:
         return model
@@ -40,9 +37,6 @@ def adapt(model: nn.Module, state: ModelState) -> nn.Module:
         found = decoder_layers(plan.model)
         layers = adapted_layers(plan.adapter, found, [name for name in found if is_stacked(name)])
     add_adapter(model, plan.adapter, names=layers, wrap=state.wrap)
-    for name, parameter in model.named_parameters():
-        if not is_adapter(name) and parameter.is_floating_point():
-            parameter.data = parameter.data.to(plan.dtype)
     return model
 
 

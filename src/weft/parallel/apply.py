@@ -17,6 +17,7 @@ from weft.config.legal_mesh import check_tensor_parallel
 from weft.config.mesh import ParallelSection
 from weft.config.model import ModelSection
 from weft.config.transformers_model import TransformersModelSection
+from weft.models.adapter import is_adapter
 from weft.models.build import build_model
 from weft.models.decoder import Block, Decoder
 from weft.models.initialize import initial_value, initialize_buffers
@@ -57,6 +58,7 @@ def transformations(plan: ModelPlan, world: World) -> list[Transformation]:
         use_state_dtype,
         multiply_in_fp8,
         adapt,
+        use_frozen_dtype,
         shard_over_tp,
         shard_over_cp,
         shard_over_ep,
@@ -167,6 +169,19 @@ def multiply_in_fp8(model: nn.Module, state: ModelState) -> nn.Module:
     """
     if state.plan.fp8:
         fp8.use_fp8(model, repeated_blocks(model), ranks=state.world.shape.tp)
+    return model
+
+
+def use_frozen_dtype(model: nn.Module, state: ModelState) -> nn.Module:
+    """Freezes all parameters if `ModelPlan.frozen` is set. Casts a frozen model, or the base model of an adapter, to
+    the compute dtype; parameters of an adapter keep `ModelPlan.state_dtype`. Assumes plain parameters.
+    """
+    plan = state.plan
+    if plan.frozen:
+        model.requires_grad_(False)
+    for name, parameter in model.named_parameters() if plan.frozen or plan.adapter is not None else ():
+        if not is_adapter(name) and parameter.is_floating_point():
+            parameter.data = parameter.data.to(plan.dtype)
     return model
 
 

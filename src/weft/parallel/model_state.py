@@ -40,6 +40,7 @@ class ModelPlan:
         fp8: whether the blocks' matrix products are computed in 8 bits.
         adapter: the adapter to train. All other parameters are frozen, in `dtype`. None trains the parameters of the
             model.
+        frozen: whether all parameters are frozen, in `dtype`.
     """
 
     model: ModelSection | TransformersModelSection | CustomModelSection
@@ -54,6 +55,7 @@ class ModelPlan:
     sequence: int = 0
     fp8: bool = False
     adapter: AdapterSection | None = None
+    frozen: bool = False
 
     @property
     def state_dtype(self) -> torch.dtype:

@@ -12,7 +12,7 @@ import torch
 from weft.data.batches.batch import Batch
 from weft.errors import UserError
 
-Forward = Callable[[Mapping[str, Any]], torch.Tensor]  # the model's arguments -> the model's outputs
+Forward = Callable[..., torch.Tensor]  # forward(inputs, model=NAME): a model's arguments -> its outputs
 Pair = tuple[float | torch.Tensor, float | torch.Tensor]  # a sum and its weight
 
 
@@ -49,6 +49,9 @@ class Objective:
     - `normalizers`: True makes the model return `[batch, seq, 2]` if `inputs` returns `labels`: the log-probability of
       each label, and the normalizer log(sum(exp(logits))); default False.
     - `embedding_noise`: magnitude of the noise that training adds to the embeddings (`EmbeddingNoise`); default 0.
+    - `frozen_models`: name -> source of models that `prepare` calls and that are not trained, such as a reference or a
+      teacher. A source is "start" (the model with which the run starts, also after it resumes) or the path of a run, a
+      checkpoint or a Hugging Face folder.
 
     Optional methods:
 
@@ -56,7 +59,7 @@ class Objective:
       and rewards, to a dict of CPU tensors or arrays: `tokens` or `input_ids`, and the declared fields.
     - `prepare(forward, batch) -> dict` runs before the forward passes of each step, without gradient and dropout. The
       dict that it returns is added to `batch.extra` before `inputs` and `loss` are called. `forward(inputs)` calls the
-      model.
+      trained model, and `forward(inputs, model=NAME)` a model of `frozen_models`.
     - `compute(forward, batch) -> Tensor | Loss` replaces `inputs` and `loss`. It can call the model several times, with
       gradient. It is not supported with pipeline parallelism, where the schedule calls the model.
     """

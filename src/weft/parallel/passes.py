@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,26 @@ from weft.models.layers.moe import Router
 from weft.observe.status import alive
 from weft.parallel.embedding_noise import EmbeddingNoise
 from weft.parallel.model_state import state_of
-from weft.parallel.objective import Loss, Objective, Totals
+from weft.parallel.objective import Forward, Loss, Objective, Totals
+from weft.parallel.ranks import error_on_all_ranks
 from weft.parallel.world import World
+
+
+class FrozenModel(Protocol):
+    """A model that an objective calls in `prepare`, beside the trained model, and that training does not change."""
+
+    def outputs(self, trained: Passes, inputs: Mapping[str, Any], batch: Batch, shard: Batch) -> torch.Tensor:
+        """Returns the outputs for this rank's shard of a batch, on all ranks of a pipeline.
+
+        The caller must disable gradients, and set the trained model to evaluation mode.
+
+        Args:
+            trained: the passes of the trained model.
+            inputs: the model's arguments, as `Objective.inputs` returns them.
+            batch: the batch on this rank's device.
+            shard: this rank's shard of the batch.
+        """
+        ...
 
 
 class Passes:
@@ -27,9 +46,18 @@ class Passes:
 
     Args:
         model: sharded model from `build_sharded_model`.
+        frozen: the objective's frozen models, by name.
     """
 
-    def __init__(self, model: nn.Module, objective: Objective, world: World, parallel: ParallelSection):
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        world: World,
+        parallel: ParallelSection,
+        frozen: Mapping[str, FrozenModel] | None = None,
+    ):
+        self.frozen = frozen or {}
         self.model, self.objective, self.world, self.parallel = model, objective, world, parallel
         self.normalizers = bool(getattr(objective, "normalizers", False))
         self.forward = forward_of(model, normalizers=self.normalizers)
@@ -97,12 +125,16 @@ class Passes:
         """
 
     def after_replacement(self) -> None:
-        """Must be called after weights are set outside of a step. Frees old weights that FSDP2 keeps all-gathered."""
+        """Must be called after weights are set outside of a step."""
+        self.free_gathered()
+        self.after_update()
+
+    def free_gathered(self) -> None:
+        """Frees the weights that FSDP2 keeps all-gathered. The next forward pass gathers the current weights."""
         for root in self.root_modules:
             for module in root.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        self.after_update()
 
     @property
     def root_modules(self) -> Sequence[nn.Module]:
@@ -121,18 +153,35 @@ class Passes:
         """Returns the result of `Objective.prepare` for each micro-batch: {} if the objective has no `prepare`."""
         if self._prepare is None:
             return [{} for _ in micro_batches]
-        prepared, training = [], self.model.training
-        self.model.eval()
-        for micro_batch in micro_batches:
-            alive()
-            batch, shard = self.shard(micro_batch, {})
+        with self.evaluating():
+            return [dict(self._prepare(*self._forward_without_gradient(one))) for one in micro_batches]
 
-            def forward(inputs: Mapping[str, Any], batch: Batch = batch, shard: Batch = shard) -> torch.Tensor:
+    def _forward_without_gradient(self, micro_batch: Batch) -> tuple[Forward, Batch]:
+        """Returns the arguments of `Objective.prepare`: a function that calls a model, and this rank's shard."""
+        alive()
+        batch, shard = self.shard(micro_batch, {})
+
+        def forward(inputs: Mapping[str, Any], model: str | None = None) -> torch.Tensor:
+            if model is None:
                 return self.outputs(self.complete(inputs, batch, shard, None), shard)
+            if model not in self.frozen:
+                name = type(self.objective).__name__
+                raise error_on_all_ranks(
+                    f"objective: {name}.prepare calls the model {model!r}, which `frozen_models` does not have; add it"
+                )
+            return self.frozen[model].outputs(self, inputs, batch, shard)
 
-            prepared.append(dict(self._prepare(forward, shard)))
-        self.model.train(training)
-        return prepared
+        return forward, shard
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context in which the model is in evaluation mode."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(training)
 
     @torch.no_grad()
     def forward_only(self, micro_batches: Sequence[Batch]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -30,10 +30,17 @@ class FakeWorld(World):
         return act()
 
 
-def structure(plan: ModelPlan, ranks: int, micro_batch_size: int | None = None, states: int = 2) -> str:
+def structure(
+    plan: ModelPlan,
+    ranks: int,
+    micro_batch_size: int | None = None,
+    states: int = 2,
+    frozen: Sequence[ModelPlan] = (),
+) -> str:
     """Returns a text that shows the structure of rank 0's model on `ranks` ranks.
 
     With `micro_batch_size`, the text also contains an estimate of the memory of a training step (`estimate_memory`).
+    `frozen` are the plans of the objective's frozen models (see `estimated_memory`).
 
     Builds the model on the meta device with a fake process group. A process group must not exist already.
 
@@ -48,19 +55,27 @@ def structure(plan: ModelPlan, ranks: int, micro_batch_size: int | None = None, 
             lines += _stage(number, stage, state)
         if micro_batch_size is not None and plan.sequence:
             size = f"{micro_batch_size} x {plan.sequence:,} tokens"
-            estimate = estimate_memory(model, plan, state.world, micro_batch_size=micro_batch_size, states=states)
+            others = [model if other is plan else assemble(other, state.world) for other in frozen]
+            sizes = {"micro_batch_size": micro_batch_size, "states": states}
+            estimate = estimate_memory(model, plan, state.world, frozen=others, **sizes)
             lines += ["", f"memory of rank 0, estimated for micro-batches of {size}:", *estimate.lines()]
         return "\n".join(lines)
 
 
-def estimated_memory(plan: ModelPlan, ranks: int, *, micro_batch_size: int, states: int = 2) -> MemoryEstimate:
+def estimated_memory(
+    plan: ModelPlan, ranks: int, *, micro_batch_size: int, states: int = 2, frozen: Sequence[ModelPlan] = ()
+) -> MemoryEstimate:
     """Estimates the memory of rank 0 on `ranks` ranks in a training step. Conditions and errors are as in `structure`.
 
     Args:
         micro_batch_size, states: as in `estimate_memory`.
+        frozen: plans of the objective's frozen models; `plan` itself for a reference that shares the base model of the
+            trained adapter.
     """
     with _assembled(plan, ranks) as (model, state):
-        return estimate_memory(model, plan, state.world, micro_batch_size=micro_batch_size, states=states)
+        others = [model if other is plan else assemble(other, state.world) for other in frozen]
+        sizes = {"micro_batch_size": micro_batch_size, "states": states}
+        return estimate_memory(model, plan, state.world, frozen=others, **sizes)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from weft.checkpoint.adapter_start import open_start
 from weft.checkpoint.base_model import base_path, check_base, check_digest
 from weft.checkpoint.load import checkpoints, resolve
 from weft.config.adapter import AdapterSection
+from weft.config.components import make_component
 from weft.config.model import CustomModelSection
 from weft.config.run import RunConfig
 from weft.errors import UserError
@@ -20,10 +21,11 @@ from weft.models.adapter import add_adapter
 from weft.models.build import build_model
 from weft.models.parameter_patterns import last_match, raise_if_unmatched
 from weft.parallel.gradients.frozen_rows import freeze_all_but_rows
+from weft.train.frozen_sources import check_sources
 
 
 def check_before_packing(config: RunConfig, *, fresh: bool = False) -> None:
-    """Checks the adapter and the patterns of parameter names of a run with raw data. Loads no weights.
+    """Checks adapter, patterns of parameter names and frozen models of a run with raw data. Loads no weights.
 
     Does nothing if the run has no raw data, because then the run itself finds these mistakes at once. The parameters of
     a custom model are not known before the model is built, so their names are not checked.
@@ -33,11 +35,13 @@ def check_before_packing(config: RunConfig, *, fresh: bool = False) -> None:
 
     Raises:
         UserError: an adapter does not fit the model, was trained on other weights or has other settings than the run
-            that is resumed; or a pattern matches no trained parameter.
+            that is resumed; a pattern matches no trained parameter; or a frozen model of the objective does not exist,
+            or has another vocabulary than the run.
     """
     if not config.data.raw or config.generates:
         return
     try:
+        check_sources(config, make_component(config.objective, "objective"))
         if config.adapter is not None:
             _check_adapter_source(config, config.adapter, resumes=not fresh and bool(checkpoints(config.run_directory)))
         if not isinstance(config.model, CustomModelSection) and (config.adapter is not None or patterns(config)):

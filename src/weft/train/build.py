@@ -35,6 +35,7 @@ from weft.train.auto_settings import DTYPES
 from weft.train.before_packing import check_patterns, patterns
 from weft.train.custom_metrics import Metrics
 from weft.train.data import Data
+from weft.train.frozen_sources import FrozenModels
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
 from weft.train.learning_rates import learning_rate_factors, scale_learning_rates
@@ -47,6 +48,7 @@ class Built:
 
     Attributes:
         compress: all-reduces compressed gradients over replicas in place of FSDP2; None without `parallel.compress`.
+        frozen: the frozen models of the objective.
         state: the values of the checkpoint that was restored; only `step` (0) for a new run.
         cleanup: unlocks the run directory, and destroys the process group after a failure. Close it at the end.
     """
@@ -58,6 +60,7 @@ class Built:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     compress: PowerSGD | None
+    frozen: FrozenModels
     state: dict[str, Any]
     cleanup: ExitStack
 
@@ -159,7 +162,12 @@ def compressor(job: Job, model: nn.Module) -> PowerSGD | None:
 
 
 def restore(
-    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, compress: PowerSGD | None, callbacks: Callbacks
+    job: Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compress: PowerSGD | None,
+    callbacks: Callbacks,
+    frozen: FrozenModels,
 ) -> dict[str, Any]:
     """Loads the last checkpoint of the run. For a new run, loads the weights of `model.from` or `model.path`, if set.
 
@@ -175,7 +183,7 @@ def restore(
 
         def others(saved: dict[str, list[int]]) -> dict[str, torch.Tensor]:
             blank = compress.blank_state(saved) if compress is not None else {}
-            return blank | callbacks.empty_tensors(checkpoint, model)
+            return blank | callbacks.empty_tensors(checkpoint, model) | frozen.empty_tensors(saved)
 
         state = load(checkpoint, model=model, optimizer=optimizer, others=others, select=select)
         if adapter is not None:

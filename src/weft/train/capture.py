@@ -52,14 +52,14 @@ class ProfilingRecorder(Recorder):
         profiler: PyTorch's profiler; None before `start`, and on ranks that do not record.
     """
 
-    def __init__(self, job: Job, data: Data, model: nn.Module, step: int, *, request: Request):
+    def __init__(self, job: Job, data: Data, model: nn.Module, step: int, frozen: Any = None, *, request: Request):
         self.request, self.records = request, request.ranks is None or job.world.rank in request.ranks
         self.seconds: list[float] = []
         self.marks: dict[int, dict[int, str]] = {}
         self.before: list[tuple[int, int, str]] = []
         self.profiler: Any = None
         length = dataclasses.replace(data.length, steps=request.warmup + request.steps)
-        super().__init__(job, dataclasses.replace(data, length=length), model, step)
+        super().__init__(job, dataclasses.replace(data, length=length), model, step, frozen)
 
     def _introduce(self, parameters: int, trained: int, step: int, plan: Any) -> None:
         self.parameters = parameters

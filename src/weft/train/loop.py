@@ -19,15 +19,15 @@ from weft.errors import UserError
 from weft.observe.status import LONG, doing
 from weft.optim.schedule import Schedule
 from weft.parallel.axes.balance import ExpertBalance
-from weft.parallel.axes.pipeline import PipelinePasses, Stages
+from weft.parallel.axes.pipeline import passes_of
 from weft.parallel.gradients.clip import clip_gradients
 from weft.parallel.gradients.compress import PowerSGD
 from weft.parallel.gradients.frozen_rows import FrozenRows
 from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.objective import Objective, quotients
-from weft.parallel.passes import Passes
 from weft.parallel.ranks import all_gather_object
 from weft.train.data import Data
+from weft.train.frozen_sources import FrozenModels
 from weft.train.given_batches import GivenBatches
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
@@ -63,6 +63,7 @@ class Loop:
     Args:
         objective: the objective. Its scalars include the metrics of `log.metrics` that have `outputs`.
         compress: all-reduces compressed gradients over replicas in place of FSDP2.
+        frozen: the frozen models of the objective.
         tokens: number of tokens of earlier sessions.
         replay: whether the session resumes from a checkpoint that was saved before the validation of the same step. If
             a callback's state depends on validations, `begin` repeats this validation.
@@ -79,16 +80,14 @@ class Loop:
     callbacks: Callbacks = field(default_factory=Callbacks)
     sampler: Sampler | None = None
     compress: PowerSGD | None = None
+    frozen: FrozenModels = field(default_factory=FrozenModels)
     tokens: int = 0
     replay: bool = False
 
     def __post_init__(self) -> None:
         self.config, self.world, self.length = self.job.config, self.job.world, self.data.length
         rest = self.objective, self.world, self.config.parallel
-        if isinstance(self.model, Stages):
-            self.passes: Passes = PipelinePasses(self.model, *rest)
-        else:
-            self.passes = Passes(self.model, *rest)
+        self.passes = passes_of(self.model, *rest, self.frozen.models)
         self.balance = ExpertBalance(self.model, self.world)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.frozen_rows = FrozenRows(self.model, self.config.training.only_rows_from)
@@ -318,6 +317,7 @@ class Loop:
             "tokens": self.tokens,
             "seed": self.config.run.seed,
             **self.scale.state(),
+            **({"frozen_models": self.frozen.records} if self.frozen.records else {}),
             **({"callbacks": values, "validated": not pending} if self.callbacks.found else {}),
         }
         with self.recorder.saving(step):
@@ -327,7 +327,7 @@ class Loop:
                 model=self.model,
                 optimizer=self.optimizer,
                 state=state,
-                others={**(compress.state() if compress is not None else {}), **tensors},
+                others={**(compress.state() if compress is not None else {}), **tensors, **self.frozen.tensors()},
                 architecture=self.config.model.model_dump(mode="json", by_alias=True),
                 keep=Keep(settings.keep_last, settings.keep_every),
             )

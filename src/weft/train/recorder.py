@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -53,11 +53,14 @@ class Recorder:
 
     Args:
         data: the data of the run; the manifest contains the digests and the mixture plan.
+        frozen_models: name -> path and digest of each frozen model of the objective, for the manifest.
         step: number of updates of earlier sessions. Recorded metrics and text samples of later steps are removed,
             because this session repeats these steps.
     """
 
-    def __init__(self, job: Job, data: Data, model: nn.Module, step: int):
+    def __init__(
+        self, job: Job, data: Data, model: nn.Module, step: int, frozen_models: Mapping[str, Any] | None = None
+    ):
         self.job, self.config, self.world, self.console = job, job.config, job.world, job.console
         self.length, self.source = data.length, data.source
         config, world, path = job.config, job.world, job.run.path
@@ -88,6 +91,7 @@ class Recorder:
             "data_digests": data.digests,
             **({"data_left_out": data.left_out} if data.left_out else {}),
             **({"mixture": data.plan.as_dict()} if data.plan is not None else {}),
+            **({"frozen_models": frozen_models} if frozen_models else {}),
             "steps": data.length.steps,
             "tokens_per_step": data.length.tokens_per_step,
             "resumed_step": step,

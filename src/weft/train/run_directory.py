@@ -17,7 +17,7 @@ from weft.data.tokenizers.copy import copy_tokenizer
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
 from weft.files import hidden_folder, lock_exclusively, publish, replace_file, report_write_errors
-from weft.formatting import flat
+from weft.formatting import counted, flat
 from weft.headers import read_store_header
 from weft.observe.manifest import read_manifest
 
@@ -157,6 +157,19 @@ class RunDirectory:
             for key in sorted(before.keys() | now.keys())
             if before.get(key) != now.get(key) and (key.startswith(LOSSY) or not key.startswith(SILENT))
         }
+
+    def nothing_to_do(self, step: int, steps: int) -> str:
+        """Returns the message for a run that has already made all its steps.
+
+        Args:
+            step: number of steps that the run has made.
+            steps: length of the run according to its config.
+        """
+        where = "finished" if step == steps else "past its length"
+        return (
+            f"{self.path}: this run is {where}: it has made {counted(step, 'step')}, and its length is {steps:,}; "
+            "nothing to do; raise training.steps to continue, or use --fresh to start over"
+        )
 
     def write_config(self, config: RunConfig) -> None:
         """Saves the resolved config and the tokenizer, so that the run can be resumed from the directory alone.

@@ -31,12 +31,13 @@ from weft.parallel.world import World, start_world
 from weft.processes import signal_handler
 from weft.train.before_packing import check_before_packing
 from weft.train.build import Built, build, components, compressor, make_schedule, restore
+from weft.train.frozen_sources import build_frozen, open_frozen
 from weft.train.job import prepare
 from weft.train.loop import Loop
 from weft.train.open_data import open_run_data
 from weft.train.preflight import check_decoder, check_transformers_model, run_facts
 from weft.train.recorder import Recorder
-from weft.train.run_directory import RunDirectory, set_aside_damaged
+from weft.train.run_directory import set_aside_damaged
 from weft.train.sample_writer import Sampler
 from weft.train.session import Session
 from weft.train.stop import Outcome, StopRequest
@@ -124,7 +125,7 @@ class Trainer:
         with built.cleanup:
             step, steps, world = built.step, built.data.length.steps, built.job.world
             if steps is not None and step >= steps:
-                self.console.line(nothing_to_do(built.job.run, step, steps))
+                self.console.line(built.job.run.nothing_to_do(step, steps))
                 world.close()
                 return Outcome("finished", step, None, {})
             stop, loop = StopRequest(), self._start(built)
@@ -282,8 +283,10 @@ class Trainer:
             data = open_run_data(job, objective, callbacks, self.batches)
             model, optimizer = build(job.config, world)
             compress = compressor(job, model)
-            state = restore(job, model, optimizer, compress, callbacks)
-            return Built(job, data, objective, callbacks, model, optimizer, compress, state, cleanup.pop_all())
+            frozen = open_frozen(job, objective, model)
+            state = restore(job, model, optimizer, compress, callbacks, frozen)
+            build_frozen(job, objective, frozen, model, state)
+            return Built(job, data, objective, callbacks, model, optimizer, compress, frozen, state, cleanup.pop_all())
 
     def _start(self, built: Built) -> Loop:
         """Opens the files of the run directory and the trackers, and returns the training loop."""
@@ -300,10 +303,11 @@ class Trainer:
             optimizer=built.optimizer,
             schedule=schedule,
             scale=LossScale(job.config.training, built.state),
-            recorder=self.recorder(job, built.data, model, built.step),
+            recorder=self.recorder(job, built.data, model, built.step, built.frozen.records),
             callbacks=built.callbacks,
             sampler=sampler,
             compress=built.compress,
+            frozen=built.frozen,
             tokens=int(built.state.get("tokens", 0)),
             replay=not built.state.get("validated", True),
         )
@@ -328,17 +332,3 @@ def without_training_data(config: RunConfig) -> RunConfig:
     data = config.data.model_copy(update={"train": None, "length_warmup": None})
     training = config.training.model_copy(update={"batch_tokens": None})
     return config.model_copy(update={"data": data, "training": training})
-
-
-def nothing_to_do(run: RunDirectory, step: int, steps: int) -> str:
-    """Returns the message for a run that has already made all its steps.
-
-    Args:
-        step: number of steps that the run has made.
-        steps: length of the run according to its config.
-    """
-    where = "finished" if step == steps else "past its length"
-    return (
-        f"{run.path}: this run is {where}: it has made {counted(step, 'step')}, and its length is {steps:,}; "
-        "nothing to do; raise training.steps to continue, or use --fresh to start over"
-    )

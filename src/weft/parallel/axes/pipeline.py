@@ -25,7 +25,7 @@ from weft.models.forward import return_normalizers
 from weft.observe.status import alive
 from weft.parallel.local_parameters import local
 from weft.parallel.objective import Objective, Totals
-from weft.parallel.passes import Passes
+from weft.parallel.passes import FrozenModel, Passes
 from weft.parallel.ranks import error_on_all_ranks
 from weft.parallel.stages import rank_of_stage, stage_ranges, stages_of_rank
 from weft.parallel.world import World
@@ -105,8 +105,15 @@ class PipelinePasses(Passes):
 
     model: Stages
 
-    def __init__(self, model: Stages, objective: Objective, world: World, parallel: ParallelSection):
-        super().__init__(model, objective, world, parallel)
+    def __init__(
+        self,
+        model: Stages,
+        objective: Objective,
+        world: World,
+        parallel: ParallelSection,
+        frozen: Mapping[str, FrozenModel] | None = None,
+    ):
+        super().__init__(model, objective, world, parallel, frozen)
         if self.compute is not None:
             raise error_on_all_ranks(
                 f"objective: {type(objective).__name__}.compute calls the model, but with parallel.pp a schedule does; "
@@ -258,6 +265,19 @@ class PipelinePasses(Passes):
         """Returns an uninitialized residual stream, `[sequences, tokens / tp, hidden]`."""
         shape = (sequences, tokens // self.world.shape.tp, self.model.config.hidden_size)
         return torch.empty(shape, dtype=self.hidden_dtype, device=device)
+
+
+def passes_of(
+    model: nn.Module,
+    objective: Objective,
+    world: World,
+    parallel: ParallelSection,
+    frozen: Mapping[str, FrozenModel] | None = None,
+) -> Passes:
+    """Returns `PipelinePasses` for the stages of a pipeline, and `Passes` for any other sharded model."""
+    if isinstance(model, Stages):
+        return PipelinePasses(model, objective, world, parallel, frozen)
+    return Passes(model, objective, world, parallel, frozen)
 
 
 class TiedHead:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,7 @@ class MemoryEstimate:
         saved: tensors that are saved for backward; None: unknown, for a model other than the built-in decoder, custom
             components, and experts with a capacity.
         logits: logits of one chunk of tokens.
+        references: this rank's shards of the objective's frozen models.
     """
 
     frozen: int
@@ -48,6 +49,7 @@ class MemoryEstimate:
     computed: int
     saved: int | None
     logits: int
+    references: int = 0
 
     @property
     def total(self) -> int:
@@ -69,6 +71,7 @@ class MemoryEstimate:
             "computed": "gathered, cast and dequantized parameters",
             "saved": "tensors saved for backward",
             "logits": "logits",
+            "references": "frozen models of the objective",
         }
         shown = {label: getattr(self, name) for name, label in labels.items() if getattr(self, name)}
         found = [f"  {label:42}{byte_size(value):>10}" for label, value in shown.items()]
@@ -79,7 +82,13 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    model: nn.Module, plan: ModelPlan, world: World, *, micro_batch_size: int, states: int = 2
+    model: nn.Module,
+    plan: ModelPlan,
+    world: World,
+    *,
+    micro_batch_size: int,
+    states: int = 2,
+    frozen: Sequence[nn.Module] = (),
 ) -> MemoryEstimate:
     """Estimates the memory of this rank.
 
@@ -87,6 +96,8 @@ def estimate_memory(
         model: the assembled model of this rank (`weft.parallel.apply.assemble`), which can be on the meta device.
         micro_batch_size: number of sequences of a micro-batch. `plan.sequence` is their length.
         states: number of tensors that the optimizer keeps per parameter: 2 for AdamW.
+        frozen: the assembled frozen models of the objective. If `model` itself is one of them, it is the reference that
+            shares the base model of an adapter.
     """
     parameters = dict(model.named_parameters())
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
@@ -106,7 +117,18 @@ def estimate_memory(
         computed=_computed(model, plan, world),
         saved=_saved(plan, world, micro_batch_size) if _can_run(plan) else None,
         logits=min(tokens * rows, KEPT_ELEMENTS) * plan.dtype.itemsize,
+        references=kept * sum(_reference(one, model) for one in frozen),
     )
+
+
+def _reference(frozen: nn.Module, model: nn.Module) -> int:
+    """Returns the bytes of a frozen model's shards, or of two copies of the adapter if it is the trained model.
+
+    Beside the starting values of the adapter, the reference's forward pass keeps a copy of the current values.
+    """
+    if frozen is model:
+        return 2 * sum(local(parameter).nbytes for parameter in model.parameters() if parameter.requires_grad)
+    return sum(local(parameter).nbytes for parameter in frozen.parameters())
 
 
 def _can_run(plan: ModelPlan) -> bool:

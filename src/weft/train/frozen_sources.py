@@ -1,0 +1,303 @@
+"""Finds, checks and builds the frozen models of an objective (`Objective.frozen_models`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.checkpoint.adapter_record import read_adapter_record
+from weft.checkpoint.base_model import AnyModelSection, load_base, source_digest
+from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
+from weft.checkpoint.load import architecture, find_checkpoint, load, resolve, tokenizer_folder
+from weft.config.adapter import AdapterSection
+from weft.config.legal_mesh import check_mesh
+from weft.config.mesh import MeshShape
+from weft.config.model import ModelSection
+from weft.config.run import RunConfig
+from weft.config.transformers_model import TransformersModelSection, folder_config
+from weft.errors import ConfigError, UserError
+from weft.families.config_json import is_huggingface
+from weft.headers import read_token_ids, read_tokenizer_header
+from weft.models.adapter import is_adapter
+from weft.parallel.adapter import subtract_initial_product
+from weft.parallel.apply import build_sharded_model
+from weft.parallel.axes.context import choose_method
+from weft.parallel.frozen_models import AdapterAtStart, FrozenCopy
+from weft.parallel.model_state import ModelPlan, ModelState, state_of
+from weft.parallel.objective import Objective
+from weft.parallel.passes import FrozenModel
+from weft.parallel.ranks import error_on_all_ranks
+from weft.parallel.world import World
+from weft.train.job import Job
+
+START = "start"
+PREFIX = "frozen/start/"  # of the names of the adapter's starting values in checkpoints
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source of a frozen model.
+
+    Attributes:
+        key: where the source is set, for messages: a config key if one is known, such as `objective.teacher`.
+        section: the `model` section of the frozen model.
+        path: the run, checkpoint or Hugging Face folder with the weights; None: initial weights, drawn from the run's
+            seed.
+        start: whether the source is "start".
+        adapter: the section `adapter` of the checkpoint, if it has one.
+    """
+
+    key: str
+    section: AnyModelSection
+    path: Path | None
+    start: bool
+    adapter: AdapterSection | None = None
+
+
+@dataclass
+class FrozenModels:
+    """The frozen models of a run.
+
+    Attributes:
+        models: name -> model. A model whose results are cached is missing.
+        records: name -> path and digest of the model, for checkpoints and the manifest.
+        adapter: the starting values of the adapter, if a source is "start" and the run has an adapter.
+    """
+
+    models: dict[str, FrozenModel] = field(default_factory=dict)
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    adapter: AdapterAtStart | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns saved name -> tensor to save in a checkpoint, or to fill from one: the adapter's starting values."""
+        return {} if self.adapter is None else {f"{PREFIX}{name}": one for name, one in self.adapter.values.items()}
+
+    def empty_tensors(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Returns `tensors()`, to fill from a checkpoint with the tensors `saved`.
+
+        Raises:
+            UserError: the checkpoint has no starting values.
+        """
+        found = self.tensors()
+        if any(name not in saved for name in found):
+            raise error_on_all_ranks(
+                "objective: the reference is the adapter at the start of the run, which the checkpoint does not have, "
+                "because the run began with another objective; start another run, with adapter.from"
+            )
+        return found
+
+
+def check_sources(config: RunConfig, objective: Objective) -> dict[str, Source]:
+    """Returns the sources of the objective's frozen models by name. Loads no weights.
+
+    Raises:
+        UserError: `frozen_models` is invalid, a source has no model, or its vocabulary differs from the run's.
+    """
+    declared = getattr(objective, "frozen_models", None) or {}
+    if not isinstance(declared, Mapping) or not all(isinstance(one, str) for one in (*declared, *declared.values())):
+        what = 'frozen_models must map names to sources: "start", or the path of a model'
+        raise UserError(f"objective: {type(objective).__name__}.{what}")
+    found = {name: _find_source(config, name, given) for name, given in declared.items()}
+    for source in found.values():
+        if not source.start:
+            check_vocabulary(config, source)
+    return found
+
+
+def _find_source(config: RunConfig, name: str, given: str) -> Source:
+    if given == START:
+        section = config.model
+        path = section.from_ or (getattr(section, "path", None) if getattr(section, "weights", True) else None)
+        key = "model.from" if section.from_ else "model.path" if path else "run.seed"
+        return Source(key, section, None if path is None else Path(path), True)
+    keys = [key for key, value in config.objective.arguments.items() if value == given]
+    key = f"objective.{keys[0]}" if keys else f"objective: frozen_models[{name!r}]"
+    try:
+        path = find_checkpoint(given)
+        record = read_adapter_record(path)
+        if is_huggingface(path) and isinstance(config.model, TransformersModelSection):
+            content = folder_config(str(path), {}, weights=True)
+            section = TransformersModelSection(type="hf", path=str(path), config=content)
+        else:
+            section = architecture(path)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
+    return Source(key, section, Path(given), False, None if record is None else record.section)
+
+
+def check_vocabulary(config: RunConfig, source: Source) -> None:
+    """Checks that a frozen model has the vocabulary of the run.
+
+    Compares the tokenizers, if both are known, and otherwise the numbers of token ids.
+
+    Raises:
+        UserError: the vocabularies differ.
+    """
+    assert source.path is not None
+    folder = tokenizer_folder(find_checkpoint(source.path))
+    if folder is not None and config.tokenizer is not None:
+        if read_tokenizer_header(folder).digest == read_tokenizer_header(config.tokenizer).digest:
+            return
+        own, other = read_token_ids(config.tokenizer), read_token_ids(folder)
+        if wrong := sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token)):
+            ids = [f"{ids[wrong[0]]}" if wrong[0] in ids else "missing" for ids in (own, other)]
+            raise UserError(
+                f"{source.key}: {source.path} has another tokenizer than the run ({config.tokenizer}): the id of "
+                f"{wrong[0]!r} is {ids[1]}, not {ids[0]}; give a model with the run's tokenizer"
+            )
+        return
+    sizes = [getattr(section, "vocab_size", None) for section in (source.section, config.model)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise UserError(
+            f"{source.key}: {source.path} has a vocabulary of {sizes[0]} ids, but the run's model has {sizes[1]} "
+            "(model.vocab_size); give a model with the run's tokenizer"
+        )
+
+
+def open_frozen(job: Job, objective: Objective, model: nn.Module) -> FrozenModels:
+    """Returns the frozen models of a run without their models, which `build_frozen` adds.
+
+    Args:
+        model: the sharded trained model.
+    """
+    declared = getattr(objective, "frozen_models", None) or {}
+    shared = job.config.adapter is not None and START in declared.values()
+    return FrozenModels(adapter=AdapterAtStart(model) if shared else None)
+
+
+def build_frozen(
+    job: Job, objective: Objective, found: FrozenModels, model: nn.Module, state: Mapping[str, Any]
+) -> None:
+    """Builds the frozen models of a run, loads their weights, and adds them to `found`. Every rank must call it.
+
+    Args:
+        found: result of `open_frozen`.
+        model: the sharded trained model, whose weights are loaded.
+        state: the state of the checkpoint that was restored; only `step` (0) for a new run.
+
+    Raises:
+        UserError: a model does not fit the mesh, or is not the model with which the run started.
+    """
+    world, trained = job.world, state_of(model)
+    assert trained is not None
+    if found.adapter is not None and not state["step"]:
+        found.adapter.capture()
+    for name, source in world.agree(lambda: check_sources(job.config, objective)).items():
+        shared = found.adapter if source.start else None
+        path, digest = _identify(source, trained, world, shared=shared is not None)
+        record = {"path": None if path is None else str(path.absolute()), "digest": digest}
+        _raise_if_changed(source, record, state.get("frozen_models", {}).get(name))
+        found.records[name] = record
+        if shared is not None:
+            found.models[name] = shared
+        else:
+            plan = frozen_plan(job.config, trained.plan, source, world.shape)
+            found.models[name] = FrozenCopy(_load_copy(job, plan, source, path))
+
+
+def _identify(source: Source, trained: ModelState, world: World, *, shared: bool) -> tuple[Path | None, str]:
+    """Returns the resolved path of a frozen model (None: initial weights), and its digest.
+
+    Args:
+        shared: whether the model is the base model of the trained adapter, of which the digest is known. The starting
+            values of the adapter are in each checkpoint.
+    """
+    if shared:
+        assert trained.base is not None
+        return trained.base.path, trained.base.digest
+    if (given := source.path) is None:
+        return None, f"initial weights of seed {trained.plan.seed}"
+    path = world.agree(lambda: resolve(given))
+    return path, source_digest(source.section, path)
+
+
+def _raise_if_changed(source: Source, record: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
+    """Raises UserError if a frozen model is not the model that the checkpoint of the run recorded in `before`."""
+    if before is None or record["digest"] == before["digest"]:
+        return
+    old, new = (str(one["digest"]) for one in (before, record))
+    remedy = f"set it to {before['path']} as it was then" if before["path"] else f"use the {old}"
+    raise error_on_all_ranks(
+        f"{source.key}: this is not the frozen model with which the run started (digest {_short(new)}, not "
+        f"{_short(old)}); {remedy}, or start another run"
+    )
+
+
+def _short(digest: str) -> str:
+    return digest if " " in digest else digest[:12]
+
+
+def frozen_plans(
+    config: RunConfig, plan: ModelPlan, sources: Mapping[str, Source], shape: MeshShape
+) -> list[ModelPlan]:
+    """Returns the plans of frozen models: `plan` itself for the adapter's starting values, which share the base model.
+
+    Arguments and exceptions are those of `frozen_plan`.
+    """
+    return [
+        plan if source.start and config.adapter is not None else frozen_plan(config, plan, source, shape)
+        for source in sources.values()
+    ]
+
+
+def frozen_plan(config: RunConfig, plan: ModelPlan, source: Source, shape: MeshShape) -> ModelPlan:
+    """Returns the plan of a frozen model, given the plan of the trained model.
+
+    Raises:
+        UserError: the mesh is not legal for the frozen model.
+    """
+    # Nothing is kept for backward, so gathered parameters are freed after forward.
+    changes: dict[str, Any] = {"reshard_after_forward": True, "zero_stage": None, "compress": None}
+    if not source.start:
+        changes["stage_layers"] = None
+    if shape.cp > 1 and isinstance(config.model, ModelSection):  # both models get the same shards of sequences
+        changes["cp_method"] = choose_method(config.model, plan.parallel.cp_method, shape.cp, shape.tp)
+    parallel = plan.parallel.model_copy(update=changes)
+    if not source.start:
+        try:
+            ranks = shape.pp * shape.data_ranks * shape.cp * shape.tp
+            check_mesh(config.model_copy(update={"model": source.section, "parallel": parallel}), ranks)
+        except ConfigError as error:
+            problem = error.problems[0]
+            remedy = "parallel.cp_method: all_gather" if problem.key == "parallel.cp_method" else "another mesh"
+            what = f"{source.path} does not fit the mesh: {problem.what.partition(';')[0]}"
+            raise error_on_all_ranks(f"{source.key}: {what}; set {remedy}, or give another model") from None
+    return replace(
+        plan,
+        model=source.section,
+        parallel=parallel,
+        reduce_dtype=None,
+        activation_checkpointing="none",
+        only_rows_from=None,
+        freeze=(),
+        fp8=plan.fp8 and source.start,
+        adapter=source.adapter,
+        frozen=True,
+    )
+
+
+def _load_copy(job: Job, plan: ModelPlan, source: Source, path: Path | None) -> nn.Module:
+    """Builds a frozen model with weights of its own, and loads the weights.
+
+    Args:
+        path: a path that `resolve` returned; None: the weights are the initial weights of the run.
+    """
+    model = build_sharded_model(plan, job.world)
+    if path is None:
+        return model
+    record = job.world.agree(lambda: read_adapter_record(path))
+    if record is not None:
+        load_base(model, source.section, job.world.agree(lambda: record.found_base(path)), record)
+        load(path, model=model, select=is_adapter)
+        subtract_initial_product(model, record.section)
+    elif isinstance(source.section, TransformersModelSection) and is_huggingface(path):
+        section = source.section
+        job.world.agree(lambda: fill_transformers_model(model, section))
+    else:
+        load(path, model=model)
+    return model
