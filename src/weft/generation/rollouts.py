@@ -13,6 +13,11 @@ class Rollouts:
     An objective with the attribute `rollouts` of this class also has `temperature`, `max_new_tokens` (maximum number of
     new tokens of a completion), `updates_per_rollout`, and the method `advantages(rewards)`.
 
+    In place of `advantages` it can have the method `choose(rewards)` and the attribute `documents_per_item`, a number
+    n. For rewards `[prompts, group]`, `choose` returns the indices of the completions of each group that are learned,
+    int64 `[prompts, n]`. They are adjacent documents of one sequence. If the same index is chosen twice, no completion
+    of the group is learned.
+
     Attributes:
         reward: reward function as `module:function`; or several functions, with weights if it is a mapping.
         group: number of completions per prompt.

@@ -110,7 +110,14 @@ class PackedDocuments:
 
 
 def pack_documents(
-    rollout: Rollout, documents: range, length: int, layout: Layout, *, padding: int, first_sample: int
+    rollout: Rollout,
+    documents: range,
+    length: int,
+    layout: Layout,
+    *,
+    padding: int,
+    first_sample: int,
+    per_item: int = 1,
 ) -> PackedDocuments:
     """Packs documents of a rollout into sequences by best fit.
 
@@ -122,17 +129,18 @@ def pack_documents(
         layout: the fields of the batch: those of `Rollout` by name.
         padding: token id of padding.
         first_sample: value of `Batch.samples` of the first sequence.
+        per_item: number of consecutive documents that are adjacent documents of the same sequence.
     """
     begins = rollout.lengths.cumsum(0) - rollout.lengths
-    bins = fill_bins([int(rollout.lengths[number]) - 1 for number in documents], length)
+    items = [documents[first : first + per_item] for first in range(0, len(documents), per_item)]
+    bins = fill_bins([sum(int(rollout.lengths[number]) - 1 for number in item) for item in items], length)
     shape = (len(bins), length)
     source = torch.full(shape, -1, dtype=torch.int64)
     positions, segments = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     owner = torch.full(shape, -1, dtype=torch.int64)
     for row, members in enumerate(bins):
         at = 0
-        for column, member in enumerate(members):
-            number = documents[member]
+        for column, number in enumerate(number for member in members for number in items[member]):
             size, begin = int(rollout.lengths[number]) - 1, int(begins[number])
             part = slice(at, at + size)
             source[row, part] = torch.arange(begin + 1, begin + 1 + size)
@@ -140,18 +148,14 @@ def pack_documents(
             segments[row, part], owner[row, part] = column, number
             at += size
         positions[row, at:] = torch.arange(length - at)
-        segments[row, at:] = len(members)
+        segments[row, at:] = len(members) * per_item
     real, place = source >= 0, source.clamp(min=0)
     weight = (rollout.learned[place] * real).to(torch.float32)
-    values = {name: getattr(rollout, name) for name in layout.fields}
-    extra = {
-        name: torch.where(
-            weight > 0 if len(value) == len(rollout.tokens) and not layout.fields[name].per_document else real,
-            value[owner.clamp(min=0) if layout.fields[name].per_document else place],
-            0.0,
-        ).to(getattr(torch, layout.fields[name].dtype))
-        for name, value in values.items()
-    }
+    extra = {}
+    for name, declared in layout.fields.items():
+        value = getattr(rollout, name)[owner.clamp(min=0) if declared.per_document else place]
+        value = torch.where(real if declared.per_document else weight > 0, value, 0.0)
+        extra[name] = value.to(getattr(torch, declared.dtype))
     batch = Batch(
         tokens=torch.where(real, rollout.tokens[(place - 1).clamp(min=0)], padding),
         labels=torch.where(real, rollout.tokens[place], padding),

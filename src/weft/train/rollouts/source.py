@@ -63,7 +63,15 @@ class RolloutSource(Callback):
         self.tokenizer = Tokenizer.load(config.tokenizer)
         self.length, self.new_tokens = sequence_length(config), int(objective.max_new_tokens)
         self.tools = Tools(settings.tools, settings.reward_timeout)
-        room = self.length - self.new_tokens
+        self.per_item = int(getattr(objective, "documents_per_item", 1))
+        room = self.length // self.per_item - self.new_tokens  # for a prompt
+        if room < 1:
+            of = "" if self.per_item == 1 else f", which must hold {self.per_item} completions with their prompts"
+            raise UserError(
+                f"objective.max_new_tokens: {self.new_tokens} new tokens leave no room for a prompt in sequences of "
+                f"{self.length} tokens{of}; lower the number, or raise data.sequence_length"
+            )
+        self.room = room
         self.prompts = read_prompts(config.data.train, config.data, self.tokenizer, room, self.tools.schemas)
         if settings.tools and self.prompts.conversation is None:
             raise UserError("objective.tools: tools need prompts of messages, but all prompts are texts; remove tools")
@@ -87,7 +95,7 @@ class RolloutSource(Callback):
         dropped, data = self.prompts.dropped, self.job.config.data
         if dropped:
             total = counted(dropped + len(self.prompts.found), "prompt")
-            room = f"the {self.length - self.new_tokens:,} tokens that objective.max_new_tokens leaves of a sequence"
+            room = f"the {self.room:,} tokens that objective.max_new_tokens leaves of a sequence"
             self.job.console.warning(
                 f"data.train: dropped {dropped:,} of {total}: longer than {room}; raise data.sequence_length"
             )
@@ -145,7 +153,9 @@ class RolloutSource(Callback):
         documents = range(minibatch * count, (minibatch + 1) * count)
         first = (rollout.number * self.settings.minibatches + minibatch) * count  # at least one document per sequence
         padding = self.tokenizer.eod_id
-        return pack_documents(rollout, documents, self.length, self.layout, padding=padding, first_sample=first)
+        return pack_documents(
+            rollout, documents, self.length, self.layout, padding=padding, first_sample=first, per_item=self.per_item
+        )
 
     def _of_rank(self, packed: PackedDocuments) -> Batch:
         world, batch = self.job.world, packed.batch
@@ -192,11 +202,27 @@ class RolloutSource(Callback):
         rewards = torch.tensor(each, dtype=torch.float64)  # [functions, completions]
         total = torch.tensor(self.rewards.weights, dtype=torch.float64) @ rewards
         groups = total.view(len(prompts), settings.group)
-        rollout = Rollout.of(number, completions, self.objective.advantages(groups))
+        rollout = Rollout.of(number, *self._select(completions, groups))
         rollout.metrics = self._metrics(completions, rewards, groups)
         rollout.metrics["rollout_seconds"] = time.perf_counter() - began
         self._show(step, prompts, completions, total)
         return rollout
+
+    def _select(self, completions: list[Completion], rewards: torch.Tensor) -> tuple[list[Completion], torch.Tensor]:
+        """Returns the completions that are learned, and their advantages (of chosen ones, their rewards).
+
+        Args:
+            rewards: `[prompts, group]`.
+        """
+        if not hasattr(self.objective, "choose"):
+            return completions, self.objective.advantages(rewards)
+        selected, chosen = [], self.objective.choose(rewards)  # [prompts, documents per item]
+        for prompt, members in enumerate(chosen.tolist()):
+            for member in members:
+                one = completions[prompt * self.settings.group + member]
+                distinct = len(set(members)) == len(members)
+                selected.append(one if distinct else one._replace(learned=[0] * len(one.ids)))
+        return selected, rewards.gather(1, chosen)
 
     def _complete(self, number: int, prompts: Sequence[RolloutPrompt], mine: Sequence[int]) -> list[Completion]:
         """Generates this rank's completions.
@@ -209,7 +235,7 @@ class RolloutSource(Callback):
         group, first = self.settings.group, number * self.settings.prompts
         seeds = [self._seed(first + index // group) for index in mine]
         drafts = [
-            Draft(prompts[index // group], seed, self.length, self.new_tokens)
+            Draft(prompts[index // group], seed, self.length // self.per_item, self.new_tokens)
             for index, seed in zip(mine, seeds, strict=True)
         ]
         for turn in range(self.settings.max_turns):
