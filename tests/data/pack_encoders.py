@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.data.option_names import COMMAND
 from weft.data.packing.encoder import Encoded, TextEncoder
 
 
@@ -46,6 +47,7 @@ class DistrustedEncoder:
     """Gives ones; twos where it is exact, which the first part finds to be needed."""
 
     kind, has_mask, drops, chat_template = "text", False, (), None
+    words = COMMAND
 
     def __init__(self, exact=False):
         self.exact, self.tokenizer = exact, FakeTokenizer(exact)

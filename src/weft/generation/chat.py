@@ -15,6 +15,7 @@ from weft.data.conversations.layouts import Conversation, choose_layout, read_re
 from weft.data.conversations.messages import join_parts
 from weft.data.conversations.template import ChatTemplate
 from weft.data.documents import Counts, Reject
+from weft.data.option_names import COMMAND, OptionNames
 from weft.data.sources import Reading, find_files, read_all
 from weft.data.sources.values import Unfit
 from weft.errors import UserError
@@ -175,13 +176,16 @@ class Chat:
             raise UserError(f"{bad.reason}; change the messages, or choose another --chat-template") from None
 
 
-def answer_frame(render: Callable[..., str], question: Messages, origin: str) -> tuple[str, str, str]:
+def answer_frame(
+    render: Callable[..., str], question: Messages, origin: str, words: OptionNames = COMMAND
+) -> tuple[str, str, str]:
     """Finds what a chat template writes around an answer.
 
     Args:
         render: function that renders messages, with the beginning of an answer if `prompt` is True.
         question: messages to answer.
         origin: file or name of the template, for messages.
+        words: names of options in messages.
 
     Returns:
         Three texts: what is missing between the rendered question (with `prompt`) and an answer, without white space at
@@ -193,7 +197,8 @@ def answer_frame(render: Callable[..., str], question: Messages, origin: str) ->
     before, full = render(question), render([*question, {"role": "assistant", "content": SAMPLE}])
     start = render(question, prompt=True)
     if SAMPLE not in full:
-        raise UserError("this chat template writes no assistant messages; choose another with --chat-template", origin)
+        remedy = f"choose another with {words.name('chat_template')}"
+        raise UserError(f"this chat template writes no assistant messages; {remedy}", origin)
     header, _, end = full.partition(SAMPLE)
     between = header[len(start) :] if header.startswith(start) else ""
     # A template without `add_generation_prompt` writes the header of an answer only together with the answer.

@@ -13,6 +13,7 @@ from weft.checkpoint.load import checkpoints
 from weft.config.dump import dump_yaml, read_saved
 from weft.config.run import RunConfig
 from weft.data.conversations.template import find_template, has_template
+from weft.data.option_names import RUN_FILE
 from weft.data.tokenizers.copy import copy_tokenizer
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
@@ -199,7 +200,7 @@ class RunDirectory:
 def _chat_template(config: RunConfig, tokenizer: Path) -> str | None:
     """Returns the chat template that rendered the training data; None if it is the tokenizer's, or not known."""
     if config.data.chat_template is not None:
-        return find_template(tokenizer, config.data.chat_template).source
+        return find_template(tokenizer, config.data.chat_template, RUN_FILE).source
     templates = {read_store_header(store).chat_template for store in config.data.stores.values()} - {None}
     if len(templates) != 1 or (has_template(tokenizer) and find_template(tokenizer, None).source in templates):
         return None

@@ -20,12 +20,11 @@ from weft.data.conversations.messages import join_parts
 from weft.data.conversations.spans import SpanEncoder
 from weft.data.conversations.template import ChatTemplate, TemplateSource, special_tokens
 from weft.data.documents import Document, Reject
+from weft.data.option_names import COMMAND, OptionNames
 from weft.data.packing.encoder import Encoded, tokenizer_digest
 from weft.data.sources.values import Unfit
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
-
-REMEDY = "; use a --chat-template with {% generation %} marks, or set --train-on last"
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class ConversationSpec:
         variables: variables of the template besides the messages.
         date: date that the template uses as the current date, in ISO format.
         exact: whether to encode every text with the `tokenizers` library.
+        words: names of options in messages.
     """
 
     tokenizer: Path
@@ -54,6 +54,7 @@ class ConversationSpec:
     variables: dict[str, Any] = field(default_factory=dict)
     date: str | None = None
     exact: bool = False
+    words: OptionNames = COMMAND
 
 
 class _Rendered(NamedTuple):
@@ -83,15 +84,18 @@ class ConversationEncoder:
     has_mask = True
 
     def __init__(self, spec: ConversationSpec):
-        self.spec = spec
+        self.spec, self.words = spec, spec.words
         self.kind = "preferences" if spec.layout.name == "preferences" else "conversations"
         if self.kind == "preferences" and spec.train_on == "all":
             raise UserError(
-                "--train-on all: preferences can only be trained on the answers; omit --train-on, or set it to last"
+                f"{self.words.setting('train_on', 'all')}: preferences can only be trained on the answers; omit "
+                f"{self.words.name('train_on')}, or set it to last"
             )
         self._documents = 2 if self.kind == "preferences" else 1  # of an item
         if spec.max_tokens is not None and spec.max_tokens < 2 * self._documents:
-            raise UserError(f"--max-tokens {spec.max_tokens}: must be at least {2 * self._documents}")
+            raise UserError(
+                f"{self.words.name('max_tokens')} {spec.max_tokens}: must be at least {2 * self._documents}"
+            )
         self.drops: Sequence[str] = drop_reasons(self._documents, spec.max_tokens)
         self._tokenizer: Tokenizer | None = None
 
@@ -145,7 +149,7 @@ class ConversationEncoder:
     def warnings(self) -> list[str]:
         """Returns warnings about the template and the tokenizer, one line each."""
         self.open()
-        return self._template.warnings(self._spans.added)
+        return self._template.warnings(self._spans.added, self.words)
 
     @property
     def template_date(self) -> str | None:
@@ -199,6 +203,11 @@ class ConversationEncoder:
         """Returns the number of UTF-8 bytes of a text. An end-of-document token at the text's end is not counted."""
         return len(text.removesuffix(self._end).encode())
 
+    @property
+    def _remedy(self) -> str:
+        template, last = self.words.name("chat_template"), self.words.setting("train_on", "last")
+        return f"; use a {template} with {{% generation %}} marks, or set {last}"
+
     def _render(self, conversation: Conversation) -> _Rendered:
         if not self._template.takes_parts and any(type(m.get("content")) is list for m in conversation.messages):
             conversation = replace(conversation, messages=[join_parts(message) for message in conversation.messages])
@@ -210,10 +219,11 @@ class ConversationEncoder:
         if not self._template.source.marked:
             spans = [self._message_span(conversation, number, text) for number in learned]
             if any(start == end and messages[n].get("content") for (start, end), n in zip(spans, learned, strict=True)):
-                raise Unfit("the chat template writes no assistant message; use another --chat-template")
+                template = self.words.name("chat_template")
+                raise Unfit(f"the chat template writes no assistant message; use another {template}")
         else:
             if not spans:
-                raise Unfit("the chat template marks no text of the assistant" + REMEDY)
+                raise Unfit(f"the chat template marks no text of the assistant{self._remedy}")
             answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
             if len(learned) < len(answers):
                 if len(spans) == len(answers):
@@ -222,7 +232,9 @@ class ConversationEncoder:
                     ranges = [self._message_span(conversation, number, text) for number in learned]
                     spans = [(a, b) for a, b in spans if any(start <= a and b <= end for start, end in ranges)]
         if earlier := [number for number in learned if number < len(messages) - 1]:
-            raise_if_endless(text, spans, earlier, self._stops, partial(self._message_span, conversation, text=text))
+            raise_if_endless(
+                text, spans, earlier, self._stops, partial(self._message_span, conversation, text=text), self.words
+            )
         # If the text ends with the end-of-document token and white space, another end-of-document token is added after
         # the white space; it does not end an answer.
         learn_end = learned[-1] == len(messages) - 1 and not text.rstrip().endswith(self._end)
@@ -247,7 +259,9 @@ class ConversationEncoder:
             if not (text.startswith(before) and after.startswith(before)):
                 start = _find_start(self._template.render(messages[:number], tools, variables)[0], before, text)
         except Unfit as bad:
-            raise Unfit(f"the chat template cannot render the messages before an answer ({bad}){REMEDY}") from None
+            raise Unfit(
+                f"the chat template cannot render the messages before an answer ({bad}){self._remedy}"
+            ) from None
         closed = after.rstrip()
         token = max((token for token in self._spans.added if closed.endswith(token)), key=len, default="")
         if text.startswith(after):
@@ -259,7 +273,7 @@ class ConversationEncoder:
         else:
             end = 0
         if start is None or start > end:
-            raise Unfit(f"the chat template renders an answer differently when messages follow{REMEDY}")
+            raise Unfit(f"the chat template renders an answer differently when messages follow{self._remedy}")
         return start, end
 
 

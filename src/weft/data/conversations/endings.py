@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from weft.data.conversations.template import ChatTemplate
+from weft.data.option_names import OptionNames
 from weft.data.sources.values import Unfit
 
 FARTHEST = 256  # characters of a stop token and white space after it
@@ -18,6 +19,7 @@ def raise_if_endless(
     answers: Sequence[int],
     stops: tuple[str, ...],
     message_span: Callable[[int], Span],
+    words: OptionNames,
 ) -> None:
     """Raises Unfit if one of the answers does not end with a learned stop token.
 
@@ -30,6 +32,7 @@ def raise_if_endless(
         answers: indices of the answers that are trained on, without the last message of the conversation.
         stops: stop tokens.
         message_span: function from the index of an answer to its span in the text.
+        words: names of options in the message.
     """
 
     def ends(position: int) -> bool:
@@ -48,8 +51,8 @@ def raise_if_endless(
         if not ends(last):
             raise Unfit(
                 "a model would not learn to end answers: an answer before the last one has no stop token that is "
-                "trained on; use a --chat-template that marks the end-of-turn token with {% generation %}, or set "
-                "--train-on last"
+                f"trained on; use a {words.name('chat_template')} that marks the end-of-turn token with "
+                f"{{% generation %}}, or set {words.setting('train_on', 'last')}"
             )
 
 

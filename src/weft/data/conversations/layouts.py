@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.data.conversations.messages import Record, convert_messages, parse_json, required, text_of, text_or_messages
+from weft.data.option_names import COMMAND, OptionNames
 from weft.data.sources.values import Unfit
 from weft.errors import UserError
 
@@ -98,7 +99,10 @@ class Conversation:
 
 
 def choose_layout(
-    records: Sequence[Record], name: str | None = None, fields: Mapping[str, str] | None = None
+    records: Sequence[Record],
+    name: str | None = None,
+    fields: Mapping[str, str] | None = None,
+    words: OptionNames = COMMAND,
 ) -> RecordLayout:
     """Determines the layout of a dataset, and the key in its records for each field of the layout.
 
@@ -107,6 +111,7 @@ def choose_layout(
         name: name of the layout; None to detect the layout from the records.
         fields: field of the layout -> key in the records, for keys that are not detected, such as
             `{"input": "question", "target": "answer"}`.
+        words: names of options in messages.
 
     Raises:
         UserError: the layout or a field is unknown, or the layout cannot be detected.
@@ -131,15 +136,15 @@ def choose_layout(
             raise UserError(f"the columns are separated by semicolons ({seen}); separate them by commas")
         raise UserError(
             f"the first records have no known layout (their keys: {seen}); "
-            f"set --layout to one of {', '.join(LAYOUTS)}, "
-            "and name the keys with --fields, such as --fields input=KEY,target=KEY"
+            f"set {words.name('layout')} to one of {', '.join(LAYOUTS)}, "
+            f"and name the keys with {words.name('fields')}, such as {words.fields_example}"
         )
     if name not in LAYOUTS:
-        raise UserError(f"--layout {name}: unknown layout; use one of {', '.join(LAYOUTS)}")
+        raise UserError(f"{words.name('layout')} {name}: unknown layout; use one of {', '.join(LAYOUTS)}")
     unknown = sorted(set(fields) - set(LAYOUTS[name]))
     if unknown:
         raise UserError(
-            f"--fields {unknown[0]}=...: unknown field; the layout {name} has the fields {', '.join(LAYOUTS[name])}"
+            f"{words.field(unknown[0])}: unknown field; the layout {name} has the fields {', '.join(LAYOUTS[name])}"
         )
     keys = {}
     for field_name, candidates in LAYOUTS[name].items():

@@ -19,6 +19,7 @@ import jinja2
 from weft.data.conversations.messages import REASONING
 from weft.data.conversations.named_templates import NAMED
 from weft.data.conversations.template_environment import make_environment
+from weft.data.option_names import COMMAND, OptionNames
 from weft.data.sources.values import Unfit
 from weft.errors import UserError
 from weft.files import read_json
@@ -57,12 +58,13 @@ class TemplateSource:
         return any("strftime_now" in source for source in (self.source, self.with_tools) if source is not None)
 
 
-def find_template(folder: Path, name: str | None = None) -> TemplateSource:
+def find_template(folder: Path, name: str | None = None, words: OptionNames = COMMAND) -> TemplateSource:
     """Returns the chat template in a tokenizer's folder, or the template `name`.
 
     Args:
         name: the name of a built-in template such as `chatml`, a file, or the name of a template in the folder; None:
             the folder's default template.
+        words: names of options in messages.
 
     Raises:
         UserError: the template does not exist, cannot be read, or has invalid syntax.
@@ -75,12 +77,12 @@ def find_template(folder: Path, name: str | None = None) -> TemplateSource:
     elif name is not None and Path(name).is_file():
         template = TemplateSource(name, _read(Path(name)))
     else:
-        template = _find_in_folder(folder, name)
+        template = _find_in_folder(folder, name, words.name("chat_template"))
     for source in (template.source, template.with_tools):
         error = None if source is None else _syntax_error(source)
         if error is not None:
-            what = f"not a valid chat template: {error.message}; fix it, or choose another with --chat-template"
-            raise UserError(what, template.origin, error.lineno)
+            remedy = f"fix it, or choose another with {words.name('chat_template')}"
+            raise UserError(f"not a valid chat template: {error.message}; {remedy}", template.origin, error.lineno)
     return template
 
 
@@ -151,21 +153,19 @@ def _read_folder(folder: Path) -> tuple[dict[str, str], Path]:
     return named, origin
 
 
-def _find_in_folder(folder: Path, name: str | None) -> TemplateSource:
+def _find_in_folder(folder: Path, name: str | None, option: str) -> TemplateSource:
     named, origin = _read_folder(folder)
     if name is not None:
         if name in named:
             return TemplateSource(f"{origin} ({name})", named[name])
         also = f", or a template in {folder}: {', '.join(named)}" if len(named) > 1 else ""
-        raise UserError(f"--chat-template {name}: not found; use a file, or one of {', '.join(NAMED)}{also}")
+        raise UserError(f"{option} {name}: not found; use a file, or one of {', '.join(NAMED)}{also}")
     if "default" in named:
         return TemplateSource(str(origin), named["default"], named.get("tool_use"))
     if named:
-        raise UserError(
-            f"several chat templates, but no default; set --chat-template to one of {', '.join(named)}", origin
-        )
+        raise UserError(f"several chat templates, but no default; set {option} to one of {', '.join(named)}", origin)
     raise UserError(
-        f"no chat template in this folder; set --chat-template to a file or a built-in template ({', '.join(NAMED)})",
+        f"no chat template in this folder; set {option} to a file or a built-in template ({', '.join(NAMED)})",
         folder,
     )
 
@@ -240,17 +240,18 @@ class ChatTemplate:
         template.undefined = undefined
         return template
 
-    def warnings(self, added: Container[str]) -> list[str]:
+    def warnings(self, added: Container[str], words: OptionNames = COMMAND) -> list[str]:
         """Returns warnings about a tokenizer that lacks tokens of a built-in template, one line each.
 
         Args:
             added: the added tokens of the tokenizer.
+            words: names of options in the warnings.
         """
         lines, origin = [], self.source.origin
         if split := [marker for marker in self.source.markers if marker not in added]:
             lines.append(
                 f"{', '.join(split)}: not in this tokenizer's vocabulary, so each becomes several tokens; add them to "
-                f"the tokenizer, or replace {origin} with another --chat-template"
+                f"the tokenizer, or replace {origin} with another {words.name('chat_template')}"
             )
         if self.undefined:
             lines.append(

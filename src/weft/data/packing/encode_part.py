@@ -188,7 +188,9 @@ class _PartEncoder:
             self._rejects.sort(key=_input_order)
             for unit, reject in self._rejects:
                 if self.job.fail and reject.reason not in self.encoder.drops:
-                    raise DocumentFailure(unit, reject.line, self._lines_before(unit), reject_message(reject))
+                    raise DocumentFailure(
+                        unit, reject.line, self._lines_before(unit), reject_message(reject, self.encoder.words)
+                    )
             self._write_rejects()
 
     def _encode(self) -> tuple[Encoded, list[int]]:

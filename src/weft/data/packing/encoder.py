@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.data.documents import Document, Reject
+from weft.data.option_names import COMMAND, OptionNames
 from weft.headers import tokenizer_file
 
 if TYPE_CHECKING:
@@ -52,12 +53,16 @@ class Encoder(Protocol):
         has_mask: whether `encode` returns loss masks.
         drops: values of `Reject.reason`. A document that `encode` rejects for one of these reasons is left out and
             never stops the pack, because the encoder's settings ask for this (for example, to drop long documents).
+        words: names of options in messages.
         chat_template: source of the chat template with which the encoder renders conversations; None: no template.
     """
 
     kind: str
     has_mask: bool
     drops: Sequence[str]
+
+    @property
+    def words(self) -> OptionNames: ...
 
     @property
     def chat_template(self) -> str | None: ...
@@ -90,12 +95,14 @@ class TextEncoder:
     Args:
         tokenizer: a tokenizer, the path of its folder, or the path of its tokenizer.json.
         exact: whether to encode every text with the `tokenizers` library, not with gigatoken.
+        words: names of options in messages.
     """
 
     kind, has_mask, chat_template = "text", False, None
     drops: Sequence[str] = ()
 
-    def __init__(self, tokenizer: str | Path | Tokenizer, *, exact: bool = False):
+    def __init__(self, tokenizer: str | Path | Tokenizer, *, exact: bool = False, words: OptionNames = COMMAND):
+        self.words = words
         if isinstance(tokenizer, str | Path):
             self._opened: Tokenizer | None = None
             self.path, self.exact = Path(tokenizer), exact
@@ -103,7 +110,7 @@ class TextEncoder:
             self._opened, self.path, self.exact = tokenizer, tokenizer.path, exact or tokenizer.exact
 
     def __reduce__(self):
-        return partial(TextEncoder, exact=self.exact), (self.path,)
+        return partial(TextEncoder, exact=self.exact, words=self.words), (self.path,)
 
     def open(self) -> Tokenizer:
         """Returns the tokenizer; raises UserError if it does not exist or has no end-of-document token."""
@@ -121,4 +128,4 @@ class TextEncoder:
         return Encoded(*self.open().encode_batch(texts, close=True))
 
     def as_exact(self) -> TextEncoder:
-        return TextEncoder(self.path, exact=True)
+        return TextEncoder(self.path, exact=True, words=self.words)

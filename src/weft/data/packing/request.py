@@ -86,7 +86,9 @@ def no_document(counts: Counts, files: Files, reading: Reading, encoder: Encoder
         if reason in encoder.drops and reason.startswith("longer"):
             noun = encoder.kind.removesuffix("s")
             are = f"all {counted(number, noun)} are" if number > 1 else f"the only {noun} is"
-            return UserError(f"{are} {reason}; raise --max-tokens, or set --overlong truncate")
+            words = encoder.words
+            limit, truncate = words.name("max_tokens"), words.setting("overlong", "truncate")
+            return UserError(f"{are} {reason}; raise {limit}, or set {truncate}")
     reasons = [f"{reason}: {number:,}" for reason, number in counts.rejected.items()]
     if skipped:
         reasons.append(f"skipped {format_counts(skipped)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -14,6 +13,7 @@ from weft.data.conversations.layouts import RecordLayout, choose_layout, detect_
 from weft.data.conversations.messages import Record
 from weft.data.conversations.records import describe_encoding, first_records, raise_if_no_record
 from weft.data.conversations.template import find_template
+from weft.data.option_names import RUN_FILE
 from weft.data.packing.encoder import Encoder, TextEncoder
 from weft.data.sources import Files, Reading, Unfit, make_extractor
 from weft.data.sources.source_format import contents_by_format
@@ -26,15 +26,6 @@ NEEDS_PAIRS = (
     ", but the run's objective learns from preference pairs; use records with a chosen and a rejected answer, or set "
     "another objective"
 )
-# Options of `weft data pack` in messages -> what a run file has instead.
-WORDS = {
-    r"use --on-error skip to skip such documents": "skip such documents with `weft data pack --on-error skip`",
-    r"--fields input=KEY,target=KEY": "data.fields: {input: KEY, target: KEY} (or {text: KEY} for texts)",
-    r"--max-tokens\b( \d+)?": "data.sequence_length",
-    r"--overlong truncate": "data.overlong: truncate",
-    r"--fields (\w+)=\.\.\.": r"data.fields.\1",
-    r"--(chat-template|train-on|layout|fields|overlong)\b": lambda found: "data." + found[1].replace("-", "_"),
-}
 
 
 @dataclass(frozen=True)
@@ -84,10 +75,10 @@ def detect(
         what = f"{counted(len(files), 'file')} of {what}" if len(files) > 1 else what
         if needs.kind == "preferences":
             raise UserError(f"{what}{NEEDS_PAIRS}", path)
-        return RawData(path, Path(tokenizer), files, reading, TextEncoder(Path(tokenizer)), what)
+        return RawData(path, Path(tokenizer), files, reading, TextEncoder(Path(tokenizer), words=RUN_FILE), what)
     if name is None and not records:
         raise_if_no_record(files, Reading(records=True))
-    layout = choose_layout(records, name, fields)
+    layout = choose_layout(records, name, fields, RUN_FILE)
     if layout.name == "preferences" and needs.kind != "preferences":
         raise UserError(
             "records of preferences, a chosen and a rejected answer each, which the run's objective does not learn "
@@ -101,11 +92,12 @@ def detect(
         ConversationSpec(
             tokenizer=Path(tokenizer),
             layout=layout,
-            template=find_template(Path(tokenizer), data.chat_template),
+            template=find_template(Path(tokenizer), data.chat_template, RUN_FILE),
             train_on=data.train_on or "assistant",
             max_tokens=length,
             overlong="truncate" if data.overlong == "truncate" else "drop",
             date=date.today().isoformat(),
+            words=RUN_FILE,
         )
     )
     return RawData(path, Path(tokenizer), files, Reading(records=True), encoder, describe_encoding(encoder))
@@ -131,10 +123,3 @@ def _has_text(record: object, reading: Reading) -> bool:
         return isinstance(make_extractor(reading)(record), str)
     except Unfit:
         return False
-
-
-def in_config_words(message: str) -> str:
-    """Returns a message in which keys of the run file replace options of `weft data pack`."""
-    for pattern, words in WORDS.items():
-        message = re.sub(pattern, words, message)
-    return message

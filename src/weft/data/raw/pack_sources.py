@@ -13,7 +13,7 @@ from weft.config.raw_rules import SEPARATE, default_packing
 from weft.config.run import RunConfig
 from weft.data.conversations.conversation_encoder import ConversationEncoder
 from weft.data.raw.cache import cached_store, template_date
-from weft.data.raw.detect import FOR_CONVERSATIONS, RawData, detect, in_config_words
+from weft.data.raw.detect import FOR_CONVERSATIONS, RawData, detect
 from weft.data.raw.splits import find_raw_files
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError
@@ -53,12 +53,11 @@ def _pack_sources(config: RunConfig, console: Console, train: bool) -> RunConfig
         try:
             if isinstance(raw.encoder, ConversationEncoder):
                 for line in raw.encoder.warnings() if console.prints else ():
-                    console.warning(in_config_words(line))
+                    console.warning(line)
             stores[key] = str(cached_store(raw, progress))
         except UserError as error:
-            what = in_config_words(error.what)
-            place = f"{key}: " if error.where is None and not what.startswith("data.") else ""
-            raise UserError(place + what, error.where, error.line) from None
+            place = f"{key}: " if error.where is None and not error.what.startswith("data.") else ""
+            raise UserError(place + error.what, error.where, error.line) from None
         _report(key, stores[key], console, config.data)
     data = config.data.packed_as(stores) if stores else config.data
     if data.packing is None and train:
@@ -85,7 +84,7 @@ def detect_sources(config: RunConfig, *, train: bool = True) -> dict[str, RawDat
             files = find_raw_files(path, held_out=key.startswith("data.validation"))
             found[key] = detect(path, files, data, config.tokenizer, sequence_length(config), needs)
         except UserError as error:
-            what = in_config_words(str(error))
+            what = str(error)
             place = "" if what.startswith("data.") else f"{key}: " if path in what else f"{key}: {path}: "
             raise UserError(place + what) from None
     if found and train and not any(isinstance(raw.encoder, ConversationEncoder) for raw in found.values()):

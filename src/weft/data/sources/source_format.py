@@ -17,6 +17,7 @@ from typing import Any
 
 from weft import plugins
 from weft.data.documents import Counts, Document, Reject
+from weft.data.option_names import COMMAND, OptionNames
 from weft.data.sources import formats
 from weft.data.sources.read_options import Reading, Unit
 from weft.data.sources.streams import Broken, UnitReader
@@ -165,11 +166,15 @@ def document_error(what: str, unit: Unit, line: int | None) -> UserError:
     return UserError(f"{item} {line:,}: {what}", unit.path)
 
 
-def reject_message(reject: Reject) -> str:
-    """Returns the error message for a rejected document that stops the command, with the remedies."""
-    if "--chat-template" in reject.message:  # the template is wrong, not the document; the message has the remedy
+def reject_message(reject: Reject, words: OptionNames = COMMAND) -> str:
+    """Returns the error message for a rejected document that stops the command, with the remedies.
+
+    Args:
+        words: names of options in the message.
+    """
+    if words.name("chat_template") in reject.message:  # the template is wrong; the message has the remedy
         return reject.message
-    return f"{reject.message}; fix the input, or use --on-error skip to skip such documents"
+    return f"{reject.message}; fix the input, or {words.skip}"
 
 
 @cache

@@ -7,6 +7,7 @@ from typing import Any
 
 from weft.data.conversations.endings import SAMPLE, first_token
 from weft.data.conversations.template import ChatTemplate
+from weft.data.option_names import RUN_FILE
 from weft.data.sources.values import Unfit
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
@@ -32,7 +33,7 @@ class ConversationFormat:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, tools: Sequence[Any] = ()):
         self.tokenizer, self.template, self.tools = tokenizer, template, list(tools) or None
         question = [{"role": "user", "content": "weft"}]
-        self._header, _, self._end = answer_frame(self._render, question, template.source.origin)
+        self._header, _, self._end = answer_frame(self._render, question, template.source.origin, RUN_FILE)
         self._question: Messages = question
         token = first_token(self._end, tokenizer.added_tokens)
         self.stop_ids = {tokenizer.added_tokens[token]} if token else set()

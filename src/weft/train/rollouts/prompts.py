@@ -12,7 +12,7 @@ from typing import Any
 from weft.config.data import DataSection
 from weft.data.conversations.template import ChatTemplate, find_template
 from weft.data.documents import Counts, Reject
-from weft.data.raw.detect import in_config_words
+from weft.data.option_names import RUN_FILE
 from weft.data.raw.splits import find_raw_files
 from weft.data.sources import Reading, read_all
 from weft.data.sources.values import Unfit
@@ -141,11 +141,8 @@ def _check(given: Any) -> None:
 
 
 def _format(tokenizer: Tokenizer, data: DataSection, tools: list[Any]) -> ConversationFormat:
-    try:
-        template = ChatTemplate.for_tokenizer(find_template(tokenizer.path, data.chat_template), tokenizer.path)
-        return ConversationFormat(tokenizer, template, tools)
-    except UserError as error:
-        raise UserError(in_config_words(error.what), error.where, error.line) from None
+    source = find_template(tokenizer.path, data.chat_template, RUN_FILE)
+    return ConversationFormat(tokenizer, ChatTemplate.for_tokenizer(source, tokenizer.path), tools)
 
 
 def _encode(given: Any, tokenizer: Tokenizer, conversation: ConversationFormat | None) -> list[int]:
