@@ -55,12 +55,16 @@ REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.5, 0.0]])
 
 
 def test_the_loss_of_the_first_update_is_0_and_its_gradient_is_not(trainer):
-    with trainer(importance_cap=None) as run:
+    with trainer(importance_cap=None, beta=0.5) as run:
         batch, _ = sample(run.model, GRPO(), REWARDS, 1.0)
         batch.pop("rollout_logprobs")
         metrics = run.step(batch)
+        later = run.step(batch)
     assert metrics["loss"] == pytest.approx(0, abs=1e-15)
     assert metrics["grad_norm"] > 0.01
+    assert metrics["kl"] == 0  # the reference is the model as the run starts
+    assert later["kl"] > 1e-4
+    assert later["loss"] == pytest.approx(0.5 * later["kl"], rel=1e-6)  # answers are equally long, and ratios are 1
     assert (metrics["ratio"], metrics["clip_fraction"]) == (1, 0)
     assert metrics["entropy"] == pytest.approx(np.log(512), rel=0.1)
 

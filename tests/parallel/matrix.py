@@ -123,7 +123,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "sft_sequences": _way(7, 2, masked=True) | {"objective": {"type": "sft", "loss": "sequences", "neftune": 5.0}},
     "z_loss": _way(7, 2, masked=True) | {"objective": {"type": "pretrain", "z_loss": 0.05}},
     "grpo_lora": _grpo(7, clip_high=0.28) | {"adapter": {"r": 3, "alpha": 6.0}},
-    "gspo_lora": _grpo(8, loss="gspo", clip=0.3) | {"adapter": {"r": 3, "alpha": 6.0}},
+    "grpo_kl_lora": _grpo(8, beta=0.2) | {"adapter": {"r": 3, "alpha": 6.0}},
+    "dapo_kl": _grpo(7, loss="dapo", beta=0.2, kl="k2"),
+    "gspo_lora": _grpo(8, loss="gspo", clip=0.3, beta=0.1) | {"adapter": {"r": 3, "alpha": 6.0}},
     "dr_grpo": _grpo(7, loss="dr_grpo"),
     "rloo": _grpo(8, loss="rloo", clip=0.9),
     # Of a pipeline, a stage without anything to train.
