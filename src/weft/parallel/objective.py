@@ -57,9 +57,10 @@ class Objective:
 
     - `batch(records) -> dict` converts what a user's loop passes to `Trainer.step`, such as a list of prompts, answers
       and rewards, to a dict of CPU tensors or arrays: `tokens` or `input_ids`, and the declared fields.
-    - `prepare(forward, batch) -> dict` runs before the forward passes of each step, without gradient and dropout. The
-      dict that it returns is added to `batch.extra` before `inputs` and `loss` are called. `forward(inputs)` calls the
-      trained model, and `forward(inputs, model=NAME)` a model of `frozen_models`.
+    - `prepare(forward, batch) -> dict` runs before the forward pass of each micro-batch (with pipeline parallelism,
+      before those of the step), without gradient and dropout. The dict that it returns is added to `batch.extra` before
+      `inputs` and `loss` are called. `forward(inputs)` calls the trained model, and `forward(inputs, model=NAME)` a
+      model of `frozen_models`.
     - `compute(forward, batch) -> Tensor | Loss` replaces `inputs` and `loss`. It can call the model several times, with
       gradient. It is not supported with pipeline parallelism, where the schedule calls the model.
     """

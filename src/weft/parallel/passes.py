@@ -91,11 +91,12 @@ class Passes:
             `Totals.vector` of the micro-batches, with the loss before division and scaling. It is the same on all ranks
             that process the same sequences.
         """
-        totals, prepared = Totals(self.scalars, self.world.device), self.prepare(micro_batches)
+        totals = Totals(self.scalars, self.world.device)
         for number, micro_batch in enumerate(micro_batches):
             alive()
+            (prepared,) = self.prepare([micro_batch])  # one at a time: its tensors can be large
             set_last_micro_batch(self.model, number + 1 == len(micro_batches))
-            batch, shard = self.shard(micro_batch, prepared[number])
+            batch, shard = self.shard(micro_batch, prepared)
             self.seed_micro_batch(micro_batch, seed)
             loss = totals.add(self.loss(batch, shard, learned_tokens / loss_scale))
             divided = loss / weight
