@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matrix import STEPS, WAYS, WITHIN, Case, ranks_of, write_run
+from matrix import STEPS, TEACHERS, WAYS, WITHIN, Case, ranks_of, write_run
 from pool import Pool
 from safetensors import safe_open
 
@@ -146,6 +146,9 @@ class Runner:
         if "adapter" in WAYS[case.way]:
             base = self.reference(Case(case.model, "plain"), steps=1)
             sections["model"] = {"from": str(base.path)} | sections.get("model", {})
+        if WAYS[case.way].get("objective", {}).get("type") == "distill":
+            teacher = self.reference(Case(TEACHERS.get(case.model, "gqa"), "plain"))
+            sections["objective"] = {"teacher": str(teacher.path)} | sections.get("objective", {})
         file = write_run(self.folder, case, steps=steps, name=name, **sections)
         self.pool.run(file, ranks_of(case.mesh), fresh=fresh, seconds=self.seconds)
         return Run(self.folder / name)

@@ -78,6 +78,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": _SHAPE | {"preset": "pythia-70m", "partial_rotary_factor": 0.5},
 }
 
+TEACHERS = {"moe": "few_experts"}  # of a student; of all others: gqa
+
 # ---- ways of training; a section of the run's file each
 
 
@@ -102,6 +104,7 @@ def _grpo(sequences: int, **objective: Any) -> dict:
 
 
 _KEPT = {"type": "objective_parts:Kept"}
+_DISTILL = {"type": "distill", "alpha": 0.3, "temperature": 2.0}
 _DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "embedding_dropout": 0.1}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": _way(8, 2),
@@ -142,6 +145,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "kept_lora": _way(8, 1, masked=True) | {"objective": _KEPT, "adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
     "kept_dora": _way(8, 2) | {"objective": _KEPT, "adapter": {"r": 3, "dora": True}},
     "kept_pissa": _way(8, 2) | {"objective": _KEPT, "adapter": {"r": 3, "init": "pissa"}},
+    # The teacher has another architecture (TEACHERS); `Runner.run` names it.
+    "distill": _way(7, 2, masked=True) | {"objective": _DISTILL | {"top_k": 20}},
+    "distill_full": _way(8, 2, masked=True) | {"objective": _DISTILL | {"loss": "jsd", "beta": 0.3}},
+    "distill_lora": _way(8, 1)
+    | {"objective": _DISTILL | {"loss": "reverse", "top_k": 300}, "adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
     "compiled": _way(8, 2, compile=True),
     "compiled_z_loss": _way(8, 2, compile=True) | {"objective": {"type": "pretrain", "z_loss": 0.05}},
     "compiled_lora": _way(8, 2, compile=True) | {"adapter": {"r": 3, "alpha": 6.0}},
@@ -329,6 +337,9 @@ SAMPLE = [
     Case("gqa", "frozen", {"dp_shard": 2, "cp": 2}),
     Case("gqa", "lora", {"cp": 2, "tp": 2}),
     Case("gqa", "dora", {"pp": 2, "dp_shard": 2}),
+    Case("tied", "distill", {"pp": 2, "dp_shard": 2, "tp": 2}),
+    Case("dense", "distill_full", {"cp": 2, "tp": 2}),
+    Case("dense", "distill_lora", {"pp": 2, "cp": 2}),
     Case("moe", "qlora", {"dp_shard": 2, "tp": 2, "ep": 2}),
     Case("tied", "kept", {"pp": 2, "dp_shard": 2, "tp": 2}),
     Case("gqa", "kept_lora", {"pp": 2, "cp": 2}),

@@ -32,6 +32,8 @@ def validate(
     separated, and tokens that a loss mask excludes. Each text token counts as the mean number of bytes per token of the
     store.
 
+    If the objective has a scalar `cross_entropy`, bits per byte are those of this scalar instead of the loss.
+
     If the objective weighs documents (`Objective.weigh_documents`), each document counts equally in all metrics.
 
     Args:
@@ -89,5 +91,7 @@ def measure(
             text += batch.weight[batch.labels != bytes_per_token.eod_id].sum(dtype=torch.float64).item()
     model.train()
     loss, *pairs, weight, learned, text = world.sum(*totals.tolist(), weight, learned, text)
-    nats = loss / weight * learned if weight else 0.0
+    mean = loss / weight if weight else 0.0
+    mean = quotients(passes.scalars, pairs).get("cross_entropy", mean)  # of an objective with another loss
+    nats = mean * learned
     return [loss, weight, nats, text * bytes_per_token.mean if bytes_per_token is not None else 0.0, *pairs]

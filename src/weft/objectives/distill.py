@@ -1,0 +1,163 @@
+"""Knowledge distillation: the student learns the teacher's distribution of the next token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt, Le, Lt
+
+from weft.data.batches.batch import Batch
+from weft.errors import UserError
+from weft.parallel.objective import Forward, Loss, Objective
+
+
+class Distill(Objective):
+    """The divergence between the teacher's and the student's next-token distributions at the learned tokens.
+
+    The loss of a token is alpha * cross-entropy + (1 - alpha) * temperature^2 * divergence. Both distributions are
+    softmax(logits / temperature) in the divergence; the factor temperature^2 keeps its gradients of the same size
+    (Hinton et al., 2015). The cross-entropy of the label has temperature 1. All are computed in float32 (float64 in
+    float64 runs), for chunks of tokens. The metrics have the means `cross_entropy` and `divergence`; the latter is
+    without the factor.
+
+    Args:
+        teacher: a run, a checkpoint or a Hugging Face folder, with the vocabulary of the student. The teacher is not
+            trained, and is sharded over the mesh of the student.
+        loss: the divergence of the student's distribution q from the teacher's p. `forward`: KL(p || q); q covers all
+            that is likely for the teacher. `reverse`: KL(q || p); q avoids what is unlikely for the teacher (Gu et al.,
+            2023). `jsd`: the generalized Jensen-Shannon divergence beta KL(p || m) + (1 - beta) KL(q || m), where
+            m = beta p + (1 - beta) q (Agarwal et al., 2023).
+        temperature: divisor of the logits in the divergence; above 1, unlikely tokens count more.
+        top_k: number of the teacher's most likely tokens. Both distributions are reduced to these tokens and one more
+            outcome, which has the probability of all other tokens. The temperature applies to the reduced
+            distributions. None: all tokens, which needs memory for the teacher's logits.
+        alpha: weight of the cross-entropy, from 0 to 1.
+        beta: weight of the teacher in `jsd`, above 0 and below 1; None: 0.5. Not for other losses.
+    """
+
+    scalars = ("cross_entropy", "divergence")
+
+    def __init__(
+        self,
+        *,
+        teacher: str,
+        loss: Literal["forward", "reverse", "jsd"] = "forward",
+        temperature: Annotated[float, Gt(0)] = 1.0,
+        top_k: Annotated[int, Ge(1)] | None = None,
+        alpha: Annotated[float, Ge(0), Le(1)] = 0.0,
+        beta: Annotated[float, Gt(0), Lt(1)] | None = None,
+    ):
+        if beta is not None and loss != "jsd":
+            raise UserError(f"objective.beta: it is not used by loss: {loss}; remove it, or set loss: jsd")
+        self.frozen_models = {"teacher": teacher}
+        self.temperature, self.top_k, self.alpha = temperature, top_k, alpha
+        self.divergence = partial(divergence, kind=loss, beta=0.5 if beta is None else beta)
+
+    def prepare(self, forward: Forward, batch: Batch) -> dict[str, torch.Tensor]:
+        """Returns the teacher's logits `[batch, seq, vocab]` as `teacher`.
+
+        With `top_k`, `teacher` is the reduced log-probabilities `[batch, seq, top_k + 1]`, and `teacher_ids` the ids of
+        the most likely tokens, int32 `[batch, seq, top_k]`. Logits beyond the student's vocabulary are omitted.
+        """
+        inputs, vocab = _inputs(batch), batch.layout.vocab_size
+        if self.top_k is None:
+            return {"teacher": forward(inputs, model="teacher")[..., :vocab]}
+        function = partial(most_likely, k=self.top_k, vocab=vocab)
+        found = forward(inputs | {"logits_function": function}, model="teacher")
+        k = found.shape[-1] // 2
+        return {"teacher": found[..., : k + 1].contiguous(), "teacher_ids": found[..., k + 1 :].int()}
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Returns the student's arguments. Its outputs are the arguments of `loss`."""
+        per_token = {
+            name: batch.extra[name].flatten(0, 1) for name in ("teacher", "teacher_ids") if name in batch.extra
+        }
+        return _inputs(batch) | {"logits_function": partial(self.losses, batch.labels.flatten(), per_token)}
+
+    def losses(
+        self, labels: torch.Tensor, teacher: Mapping[str, torch.Tensor], logits: torch.Tensor, tokens: slice
+    ) -> torch.Tensor:
+        """Returns the cross-entropy and the divergence of each token, `[n, 2]`.
+
+        Args:
+            labels: `[batch x seq]`.
+            teacher: what `prepare` returned, for flattened tokens.
+            logits: the student's logits of some tokens, `[n, vocab]`.
+            tokens: these tokens, as a slice of the flattened tokens.
+        """
+        student = logits.log_softmax(-1)
+        cross_entropy = -student.gather(-1, labels[tokens].unsqueeze(-1)).squeeze(-1)
+        target, is_reduced = teacher["teacher"][tokens].to(student.dtype), "teacher_ids" in teacher
+        if is_reduced:
+            student = reduced(student, teacher["teacher_ids"][tokens].long())
+        elif target.shape[-1] < student.shape[-1]:  # the student's head has rows that are no tokens
+            student = student[:, : target.shape[-1]].log_softmax(-1)
+        if self.temperature != 1.0:
+            student = (student / self.temperature).log_softmax(-1)
+        if self.temperature != 1.0 or not is_reduced:
+            target = (target / self.temperature).log_softmax(-1)
+        return torch.stack((cross_entropy, self.divergence(target, student)), -1)
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
+        """Returns the loss, summed over the tokens that are not masked.
+
+        Args:
+            outputs: the cross-entropy and the divergence of each token, `[batch, seq, 2]`.
+        """
+        weight = batch.weight.to(outputs.dtype)
+        cross_entropy, apart = ((outputs[..., i] * weight).sum() for i in (0, 1))
+        total = self.alpha * cross_entropy + (1 - self.alpha) * self.temperature**2 * apart
+        count = batch.weight.sum(dtype=torch.float64)
+        return Loss(total, {"cross_entropy": (cross_entropy, count), "divergence": (apart, count)})
+
+
+def divergence(teacher: torch.Tensor, student: torch.Tensor, *, kind: str, beta: float) -> torch.Tensor:
+    """Returns a divergence of distributions, given their log-probabilities: `[n, outcomes]` -> `[n]`.
+
+    The result is never negative: rounding errors below 0 are set to 0. Its gradient is not affected.
+
+    Args:
+        kind: forward, reverse or jsd, as in `Distill`.
+        beta: weight of the teacher in `jsd`.
+    """
+    if kind == "forward":
+        found = _kl(teacher, student)
+    elif kind == "reverse":
+        found = _kl(student, teacher)
+    else:
+        mixed = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+        found = beta * _kl(teacher, mixed) + (1 - beta) * _kl(student, mixed)
+    return found + (found.clamp_min(0) - found).detach()
+
+
+def _kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Returns KL(p || q) = sum p log(p / q), given log-probabilities `[n, outcomes]`; outcomes with p = 0 add 0."""
+    likely = p.exp()
+    return (likely * (p - q)).where(likely > 0, 0).sum(-1)
+
+
+def reduced(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Returns the log-probabilities of `ids` `[n, k]`, and of all other tokens together: `[n, k + 1]`."""
+    others = logprobs.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat((logprobs.gather(-1, ids), others), -1)
+
+
+def most_likely(logits: torch.Tensor, tokens: slice, *, k: int, vocab: int | None = None) -> torch.Tensor:
+    """Returns the reduced log-probabilities `[n, k + 1]`, and the ids of the k most likely tokens: `[n, 2 k + 1]`.
+
+    If the vocabulary has at most k tokens, all but one are listed. Ids are exact as floats.
+
+    Args:
+        vocab: number of ids; logits of higher ids are omitted. None: all ids.
+    """
+    logprobs = logits[:, :vocab].log_softmax(-1)
+    ids = logprobs.topk(min(k, logprobs.shape[-1] - 1), -1).indices
+    return torch.cat((reduced(logprobs, ids), ids.to(logprobs.dtype)), -1)
+
+
+def _inputs(batch: Batch) -> dict[str, Any]:
+    return {name: getattr(batch, name) for name in ("tokens", "positions", "segments")}
