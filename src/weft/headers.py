@@ -70,6 +70,7 @@ class StoreHeader:
     bytes: int | None
     kind: str = "text"
     chat_template: str | None = None
+    fields: tuple[str, ...] = ()
 
 
 def is_raw(path: str) -> bool:
@@ -226,6 +227,7 @@ def read_store_header(path: str | Path) -> StoreHeader:
             bytes=info["bytes"],
             kind=info.get("kind", "text"),
             chat_template=info.get("chat_template"),
+            fields=tuple(info.get("fields", ())),
         )
         dtype = info["dtype"]
     except (KeyError, TypeError):

@@ -46,7 +46,7 @@ class FakeTokenizer:
 class DistrustedEncoder:
     """Gives ones; twos where it is exact, which the first part finds to be needed."""
 
-    kind, has_mask, drops, chat_template = "text", False, (), None
+    kind, has_mask, fields, drops, chat_template = "text", False, (), (), None
     words = COMMAND
 
     def __init__(self, exact=False):

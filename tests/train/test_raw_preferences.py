@@ -14,7 +14,7 @@ from weft.errors import ConfigError
 
 OBJECTIVE = """
 from torch.nn.functional import logsigmoid
-from weft.objectives import Loss
+from weft.objectives import Field, Loss
 from weft.objectives.pretrain import Pretrain
 
 class Pairs(Pretrain):
@@ -32,6 +32,27 @@ class Pairs(Pretrain):
 
 class Inherits(Pairs):
     pass
+
+class Labels(Pretrain):
+    scalars = ("good", "score")
+
+    def __init__(self, *, scored: bool = False):
+        self.fields = (
+            {"label": Field(per_document=True), "score": Field(per_document=True)}
+            if scored
+            else {"label": Field(per_document=True)}
+        )
+
+    def weight(self, batch):
+        return batch.learned_documents.sum()
+
+    def loss(self, outputs, batch):
+        count = batch.learned_documents * batch.share
+        label = batch.document_values("label")
+        sums = batch.document_sums(outputs * batch.weight)
+        score = batch.document_values("score") if "score" in self.fields else label
+        scalars = {"good": ((label * count).sum(), count.sum()), "score": ((score * count).sum(), count.sum())}
+        return Loss(((1 - 2 * label) * sums * count).sum(), scalars)
 """
 ANSWERS = ["Kalo mi.", "Ren sta tu, vo shi pra el.", "Zx" * 60, "x", "Tu vo. " * 3, "El?", "x", "Sta " * 12]
 RECORDS = [{"prompt": f"Vo {n}?", "chosen": a, "rejected": ANSWERS[n - 1]} for n, a in enumerate(ANSWERS)]
@@ -118,7 +139,7 @@ def test_stores_of_pairs_are_checked_early(raw_yaml, pairs, tmp_path, hf_folder,
     assert "data.train: " in found
     assert "is a store of preference pairs, but the objective sft learns from text" in found
     (found,) = problems(LEARNS, packing="concatenate")
-    assert "data.packing: concatenate would split the preference pairs of" in found
+    assert "data.packing: concatenate would split preference pairs; set best_fit or pad" in found
     (found,) = problems(LEARNS, length_warmup={"start": 48, "steps": 2})
     assert "data.length_warmup: a warm-up splits documents, but the objective pair_objectives:Pairs needs" in found
     config = RunConfig.load(raw_yaml(train=store), [LEARNS])
@@ -127,3 +148,58 @@ def test_stores_of_pairs_are_checked_early(raw_yaml, pairs, tmp_path, hf_folder,
     assert "longer than 96 tokens left out, packed into" in capsys.readouterr().err
     assert train(raw_yaml(train=str(pairs), chat_template="plain", packing="concatenate"), LEARNS) == 2
     assert "data.packing: concatenate would split preference pairs; set best_fit or pad" in capsys.readouterr().err
+
+
+LABELED = [{"prompt": f"Vo {n}?", "completion": a, "label": n % 4 > 0, "score": n / 8} for n, a in enumerate(ANSWERS)]
+
+
+def labels(tmp_path, records=LABELED):
+    path = tmp_path / "labeled.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_run_learns_from_raw_records_with_labels(raw_yaml, pairs, tmp_path, scored):
+    file = raw_yaml(train=str(labels(tmp_path)), chat_template="plain")
+    overrides = ["objective.type=pair_objectives:Labels", f"objective.scored={scored}".lower(), "training.steps=1"]
+    assert train(file, *overrides, "training.batch_tokens=384", "run.name=labels") == 0
+    (line,) = metrics(tmp_path / "runs" / "labels")
+    # all but the longest answer are in the batch
+    kept = [record for record in LABELED if "Zx" not in record["completion"]]
+    assert line["good"] == pytest.approx(np.mean([record["label"] for record in kept]), abs=1e-6)
+    score = np.mean([record["score"] for record in kept])
+    assert line["score"] == pytest.approx(score if scored else line["good"], abs=1e-6)
+
+
+def test_data_without_the_labels_of_an_objective_are_refused_by_name(raw_yaml, pairs, tmp_path, hf_folder, capsys):
+    learns = "objective.type=pair_objectives:Labels"
+    bare = [{key: record[key] for key in ("prompt", "completion")} for record in LABELED]
+    found = refused(raw_yaml(train=str(labels(tmp_path, bare))), learns)
+    assert "the first records have no number 'label' (their keys: 'prompt', 'completion')" in found
+    (tmp_path / "a.txt").write_text("Vo.")
+    assert "the number 'label' of each answer; use con" in refused(raw_yaml(train=str(tmp_path / "a.txt")), learns)
+    assert "name its key with data.fields.label" in found
+    renamed = [{**record, "good": record["label"], "label": None} for record in LABELED]
+    raw = {"train": str(labels(tmp_path, renamed)), "fields": {"label": "good"}, "overlong": "truncate"}
+    assert store_of(prepared(raw_yaml(**raw), learns)).fields["label"].tolist() == [0, 1, 1, 1, 0, 1, 1, 1]
+    store = str(tmp_path / "store")
+    command = ["data", "pack", str(labels(tmp_path)), "--tokenizer", str(hf_folder), "--out", store, "--conversations"]
+    assert main(command) == 0
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(raw_yaml(train=store), [learns])
+    (problem,) = map(str, caught.value.problems)
+    assert (
+        "has no field 'label' of its documents, which the objective pair_objectives:Labels needs; pack rec" in problem
+    )
+    assert main([*command, "--overwrite", "--document-fields", "label"]) == 0
+    RunConfig.load(raw_yaml(train=store), [learns])
+    with pytest.raises(ConfigError, match=r"no field 'score'"):
+        RunConfig.load(raw_yaml(train=store), [learns, "objective.scored=true"])
+    with pytest.raises(ConfigError, match="concatenate would split documents, of which pair_objectives:Labels needs"):
+        RunConfig.load(raw_yaml(train=store, packing="concatenate"), [learns])
+    capsys.readouterr()
+    assert train(raw_yaml(train=store), "objective.type=sft", "training.steps=1", "run.name=other") == 0
+    assert "store: the objective sft does not use the field 'label' of the documents" in capsys.readouterr().err
+    assert train(raw_yaml(train=str(labels(tmp_path))), "objective.type=sft", "training.steps=1") == 0
+    assert "; the label of the records (true or false) is not used: all answers" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from weft.config.data_rules import check_shares, data_section, run_steps, sequences_per_step
 from weft.config.draft import Draft
-from weft.config.objective_data import mismatch, objective_data
+from weft.config.objective_data import mismatch, objective_data, would_split
 from weft.config.raw_rules import check_raw, fill_packing, fill_tokenizer
 from weft.config.tree import wrong_folder_hint
 from weft.errors import UserError
@@ -151,20 +151,16 @@ def _check_unknown_tokenizers(draft: Draft, stores: list[Opened]) -> None:
 def _check_objective_data(draft: Draft, stores: list[Opened]) -> None:
     """Reports stores that do not contain what the objective learns from."""
     objective = draft.get("objective.type")
-    needs = objective_data(objective) if objective is not None else None
-    for key, path, header in stores if needs is not None else ():
-        what = mismatch(str(objective), needs, header.kind)
+    if objective is None:
+        return
+    needs = objective_data(objective, lambda name: draft.get(f"objective.{name}"))
+    found = [(store, mismatch(objective, needs, store.header.kind, store.header.fields)) for store in stores]
+    for store, what in found:
         if what is not None:
-            draft.report(key, f"{path} {what}", "objective.type")
-    pairs = next((store for store in stores if store.header.kind == "preferences"), None)
-    if (
-        pairs is not None
-        and needs is not None
-        and needs.kind == pairs.header.kind
-        and draft.get("data.packing") == "concatenate"
-    ):
-        what = f"concatenate would split the preference pairs of {pairs.path}; set best_fit or pad"
-        draft.report("data.packing", what)
+            draft.report(store.key, f"{store.path} {what}", "objective.type")
+    suits = stores and not any(what for _, what in found)
+    if suits and needs.whole and draft.get("data.packing") == "concatenate":
+        draft.report("data.packing", would_split(objective, needs), "objective.type")
 
 
 def _check_vocabulary(draft: Draft, tokenizer: TokenizerHeader | None, train: list[Opened]) -> None:

@@ -131,7 +131,7 @@ def _assignments(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
                 pairs = list(zip(target.elts, value.elts, strict=False))
             for one, its in pairs:
                 name = dotted_name(one) if one is not None else None
-                if name is not None and name.count(".") == name.startswith("self."):
+                if its is not None and name is not None and name.count(".") == name.startswith("self."):
                     yield name.removeprefix("self."), its
 
 

@@ -44,6 +44,14 @@ def describe(path: Path, tokenizer: str | Path | None, *, samples: int) -> Itera
         mask, complete = sample_array(store.loss_mask)
         share = np.count_nonzero(mask) / max(1, len(mask))
         yield f"loss mask  {'' if complete else 'about '}{share:.1%} of the tokens are learned"
+    for name, values in store.fields.items():
+        found, complete = sample_array(values)
+        about = "" if complete else "about "
+        yield (
+            f"field      {name}: {about}{found.min():g} to {found.max():g}, mean {found.mean():g}"
+            if len(found)
+            else name
+        )
     empty = f"{counted(info.empty_documents, 'empty document')}, {counted(info.blank_lines, 'blank line')}"
     rejected = ", ".join(f"{number:,} rejected ({reason})" for reason, number in info.rejected.items())
     yield f"input      {empty}" + (f", {rejected}" if rejected else "")

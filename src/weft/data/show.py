@@ -59,7 +59,8 @@ def show(
         mask = np.ones(len(ids)) if store.loss_mask is None else store.loss_mask[start : start + len(ids)]
         pair = "" if step == 1 else f": pair {number // 2:,}, {'rejected' if number % 2 else 'chosen'} answer"
         learned = f", {np.count_nonzero(mask):,} trained on" if store.loss_mask is not None else ""
-        yield f"--- document {number:,}{pair} ({counted(len(ids), 'token')}{learned})"
+        fields = "".join(f", {name} {values[number]:g}" for name, values in store.fields.items())
+        yield f"--- document {number:,}{pair} ({counted(len(ids), 'token')}{learned}{fields})"
         runs = mask_runs(ids, mask, decoder.decode if decoder is not None else _ids)
         plain = marks is None or store.loss_mask is None
         texts = ((CONTROL.sub("", text), known) for text, known in runs)

@@ -24,7 +24,8 @@ class Pretrain(Objective):
 
     def __init__(self, *, z_loss: Annotated[float, Ge(0)] = 0.0):
         self.z_loss, self.normalizers = z_loss, z_loss > 0
-        self.scalars = ("z_loss",) if z_loss else ()
+        if z_loss:
+            self.scalars = (*getattr(self, "scalars", ()), "z_loss")  # a subclass can have scalars
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor | Loss:
         """Returns the loss in nats, summed over the tokens that are not masked.

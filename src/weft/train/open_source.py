@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.config.components import make_component
 from weft.config.data import DatasetSection
 from weft.config.derive import sequence_length
-from weft.config.objective_data import ObjectiveData, mismatch
+from weft.config.objective_data import ObjectiveData, mismatch, would_split
 from weft.config.run import RunConfig
 from weft.data.batches.layout import PLAIN, Layout
 from weft.data.batches.samples import Dataset
@@ -32,21 +32,25 @@ def open_source(
     """
     if isinstance(chosen, DatasetSection):
         return make_component(chosen, "dataset"), None
-    if layout.fields or layout.sequences > 1:
-        need = (
-            f"the field {next(iter(layout.fields))!r}" if layout.fields else f"samples of {layout.sequences} sequences"
-        )
+    other = next((name for name, declared in layout.fields.items() if not declared.per_document), None)
+    if other is not None or layout.sequences > 1:
+        need = f"samples of {layout.sequences} sequences" if other is None else f"the field {other!r}"
         raise UserError(
             f"the objective {config.objective.type} needs {need}, which a token store does not have; give a custom "
             "dataset",
             chosen,
         )
+    objective, needs = config.objective.type, ObjectiveData(layout.data, tuple(layout.fields))
     store, length, packing = TokenStore(chosen), sequence_length(config), config.data.packing
-    what = mismatch(config.objective.type, ObjectiveData(layout.data), store.info.kind)
+    what = mismatch(objective, needs, store.info.kind, store.fields)
     if what is not None:
         raise UserError(what, chosen)
+    if console is not None and (unused := sorted(store.fields.keys() - layout.fields.keys())):
+        console.warning(f"{chosen}: the objective {objective} does not use the field {unused[0]!r} of the documents")
     if packing in ("best_fit", "pad"):
-        return PackedDataset(store, length, pad=packing == "pad", console=console), store.info
-    if layout.data == "preferences":
-        raise UserError("data.packing: concatenate would split preference pairs; set best_fit or pad", chosen)
+        values = {name: store.fields[name].astype(declared.dtype) for name, declared in layout.fields.items()}
+        dataset = PackedDataset(store, length, pad=packing == "pad", values=values, console=console)
+        return dataset, store.info
+    if needs.whole:
+        raise UserError(f"data.packing: {would_split(objective, needs)}", chosen)
     return StoreDataset(store, length, document_attention=config.data.document_attention), store.info

@@ -56,7 +56,7 @@ def _store(source: Any) -> Any:
 
     def digest() -> str:
         info = TokenStore(source).info
-        return hashlib.sha256(f"{info.bin_sha256} {info.idx_sha256} {info.mask_sha256}".encode()).hexdigest()
+        return hashlib.sha256(f"{info.digest} {info.idx_sha256}".encode()).hexdigest()
 
     return _digest(digest)
 

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from weft.data.sources import Reading
     from weft.observe.console import Console
 
-OPTIONS = ("layout", "fields", "chat_template", "train_on", "max_tokens", "overlong", "template_variables", "date")
+OPTIONS = (
+    *("layout", "fields", "document_fields", "chat_template", "train_on", "max_tokens", "overlong"),
+    *("template_variables", "date"),
+)
 LAYOUTS = ("messages", "sharegpt", "alpaca", "pairs", "preferences")
 
 
@@ -36,6 +39,11 @@ def add_conversation_options(parser: argparse.ArgumentParser) -> None:
         "--fields",
         metavar="NAME=KEY,...",
         help="keys of the records that differ from the layout, such as input=question",
+    )
+    group.add_argument(
+        "--document-fields",
+        metavar="KEY,...",
+        help="keys of the records with a number, or true or false, to store for each document, such as label",
     )
     group.add_argument(
         "--chat-template",
@@ -105,13 +113,16 @@ def encoder_of(
     from weft.data.conversations.conversation_encoder import ConversationEncoder, ConversationSpec
     from weft.data.conversations.records import describe_encoding
     from weft.data.conversations.template import find_template
+    from weft.data.stores.field_files import check_field_names
     from weft.errors import UserError
 
     folder = Path(args.tokenizer)
     if not folder.is_dir():
         raise UserError("no such folder; set --tokenizer to a folder with a tokenizer.json", folder)
     template = find_template(folder, args.chat_template)
-    layout = _layout(args, files, reading)
+    document_fields = [name.strip() for name in (args.document_fields or "").split(",") if name.strip()]
+    check_field_names(document_fields)
+    layout = _layout(args, files, reading, document_fields)
     try:
         day = date.today() if args.date is None else date.fromisoformat(args.date)
     except ValueError:
@@ -126,6 +137,7 @@ def encoder_of(
         max_tokens=args.max_tokens,
         overlong=args.overlong or "drop",
         variables=_variables(args.template_variables),
+        document_fields=tuple(document_fields),
         date=day.isoformat(),
         exact=args.exact,
     )
@@ -161,7 +173,9 @@ def report_lengths(out: str | Path, console: Console) -> None:
     console.line(f"{spread}; {np.count_nonzero(mask) / len(mask):.1%} of the tokens are trained on")
 
 
-def _layout(args: argparse.Namespace, files: Sequence[Path], reading: Reading) -> RecordLayout:
+def _layout(
+    args: argparse.Namespace, files: Sequence[Path], reading: Reading, document_fields: Sequence[str]
+) -> RecordLayout:
     from weft.data.conversations.layouts import choose_layout
     from weft.data.conversations.records import first_records, raise_if_no_record
     from weft.errors import UserError
@@ -177,11 +191,11 @@ def _layout(args: argparse.Namespace, files: Sequence[Path], reading: Reading) -
     if Path("-") in files:  # the standard input can be read only once
         if args.layout is None:
             raise UserError(f"the layout of standard input cannot be detected; give --layout {'|'.join(LAYOUTS)}")
-        return choose_layout([], args.layout, fields)
+        return choose_layout([], args.layout, fields, document_fields=document_fields)
     records = first_records(files, reading)
     if args.layout is None and not records:
         raise_if_no_record(files, reading)
-    return choose_layout(records, args.layout, fields)
+    return choose_layout(records, args.layout, fields, document_fields=document_fields)
 
 
 def _variables(text: str | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from weft.data.conversations.endings import raise_if_endless
 from weft.data.conversations.items import Items, drop_reasons
 from weft.data.conversations.layouts import Conversation, RecordLayout, read_record
-from weft.data.conversations.messages import join_parts
+from weft.data.conversations.messages import join_parts, number_of
 from weft.data.conversations.spans import SpanEncoder
 from weft.data.conversations.template import ChatTemplate, TemplateSource, special_tokens
 from weft.data.documents import Document, Reject
@@ -40,6 +40,7 @@ class ConversationSpec:
             document, or both documents of a preference.
         overlong: whether items with more than `max_tokens` tokens are dropped, truncated or kept.
         variables: variables of the template besides the messages.
+        document_fields: keys of the records whose numbers (or true and false) become fields of the documents.
         date: date that the template uses as the current date, in ISO format.
         exact: whether to encode every text with the `tokenizers` library.
         words: names of options in messages.
@@ -52,6 +53,7 @@ class ConversationSpec:
     max_tokens: int | None = None
     overlong: Literal["drop", "truncate", "keep"] = "drop"
     variables: dict[str, Any] = field(default_factory=dict)
+    document_fields: tuple[str, ...] = ()
     date: str | None = None
     exact: bool = False
     words: OptionNames = COMMAND
@@ -91,6 +93,7 @@ class ConversationEncoder:
                 f"{self.words.setting('train_on', 'all')}: preferences can only be trained on the answers; omit "
                 f"{self.words.name('train_on')}, or set it to last"
             )
+        self.fields: Sequence[str] = spec.document_fields
         self._documents = 2 if self.kind == "preferences" else 1  # of an item
         if spec.max_tokens is not None and spec.max_tokens < 2 * self._documents:
             raise UserError(
@@ -144,6 +147,7 @@ class ConversationEncoder:
             "variables": spec.variables,
             "date": self.template_date,
             "exact": spec.exact,
+            **({"document_fields": spec.document_fields} if spec.document_fields else {}),
         }
 
     def warnings(self) -> list[str]:
@@ -167,20 +171,26 @@ class ConversationEncoder:
         rendered: list[_Rendered] = []
         lines: list[int | None] = []
         rejects: list[Reject] = []
+        numbers: list[list[float]] = []  # of each item
         empty = 0
         for document in documents:
             try:
                 if not isinstance(document.value, dict):
                     raise Unfit("not a record")
                 conversations = read_record(document.value, self.spec.layout)
+                given = [number_of(document.value, self.spec.layout.keys.get(name, name)) for name in self.fields]
                 rendered += [self._render(conversation) for conversation in conversations]
                 lines.append(document.line)
+                numbers.append(given)
                 empty += sum(map(self._has_empty_answer, conversations))
             except Unfit as bad:
                 rejects.append(Reject(document.line, bad.reason, bad.hint))
         ids, lengths, mask = self._spans.encode([one.text for one in rendered], [one.spans for one in rendered])
         ids, lengths, mask = _append_eod(ids, lengths, mask, tokenizer.eod_id, [one.learn_end for one in rendered])
         encoded = Encoded(ids, lengths, mask.view(np.uint8), rejects)
+        columns = np.array(numbers, np.float32).reshape(len(numbers), len(self.fields)).T
+        for name, column in zip(self.fields, columns, strict=True):
+            encoded.fields[name] = np.repeat(column, self._documents)
         if empty:
             encoded.notes["with an empty answer, of which only the end is learned"] += empty
         sizes = np.array([self._size(one.text) for one in rendered], np.int64)

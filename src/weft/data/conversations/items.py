@@ -113,8 +113,9 @@ class Items:
         self.mask, encoded.lengths = encoded.mask, np.where(cut, position, lengths)
         return empty
 
-    def _drop(self, dropped: np.ndarray, reason: str) -> None:
-        """Drops the items for which `dropped` (bool `[items]`) is true."""
+    def _drop(self, which: np.ndarray | np.bool_, reason: str) -> None:
+        """Drops the items for which `which` (bool `[items]`) is true."""
+        dropped = np.asarray(which)
         if not dropped.any():
             return
         encoded, documents = self.encoded, np.repeat(~dropped, self.each)
@@ -124,3 +125,4 @@ class Items:
         encoded.ids, encoded.mask = encoded.ids[tokens], self.mask[tokens]
         self.mask = encoded.mask
         encoded.lengths, self.sizes = encoded.lengths[documents], self.sizes[documents]
+        encoded.fields = {name: values[documents] for name, values in encoded.fields.items()}

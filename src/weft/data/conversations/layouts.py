@@ -103,6 +103,7 @@ def choose_layout(
     name: str | None = None,
     fields: Mapping[str, str] | None = None,
     words: OptionNames = COMMAND,
+    document_fields: Sequence[str] = (),
 ) -> RecordLayout:
     """Determines the layout of a dataset, and the key in its records for each field of the layout.
 
@@ -112,33 +113,16 @@ def choose_layout(
         fields: field of the layout -> key in the records, for keys that are not detected, such as
             `{"input": "question", "target": "answer"}`.
         words: names of options in messages.
+        document_fields: further fields, one number per record each; `fields` can name their keys too.
 
     Raises:
-        UserError: the layout or a field is unknown, or the layout cannot be detected.
+        UserError: the layout or a field is unknown, the layout cannot be detected, or no record has a document field.
     """
     fields = dict(fields or {})
+    numbers = {field_name: fields.pop(field_name, field_name) for field_name in document_fields}
     name = name or detect_layout(records, fields)
     if name is None:
-        seen = ", ".join(map(repr, list(records[0])[:8])) if records else "no record"
-        first = records[0] if records else {}
-        inner = next(
-            (
-                key
-                for key, value in first.items()
-                if isinstance(value, list)
-                and detect_layout([item for item in value[:1] if isinstance(item, dict)], fields)
-            ),
-            None,
-        )
-        if inner is not None:
-            raise UserError(f"the records are in the list {inner!r} of an object; write that list to a file of its own")
-        if len(first) == 1 and ";" in next(iter(first)):
-            raise UserError(f"the columns are separated by semicolons ({seen}); separate them by commas")
-        raise UserError(
-            f"the first records have no known layout (their keys: {seen}); "
-            f"set {words.name('layout')} to one of {', '.join(LAYOUTS)}, "
-            f"and name the keys with {words.name('fields')}, such as {words.fields_example}"
-        )
+        raise _unknown_layout(records, fields, words)
     if name not in LAYOUTS:
         raise UserError(f"{words.name('layout')} {name}: unknown layout; use one of {', '.join(LAYOUTS)}")
     unknown = sorted(set(fields) - set(LAYOUTS[name]))
@@ -155,7 +139,37 @@ def choose_layout(
         keys["input"], keys["target"] = next(
             (pair for record in records for pair in pairs if all(key in record for key in pair)), pairs[0]
         )
-    return RecordLayout(name, keys)
+    for field_name, key in numbers.items():
+        if records and not any(key in record for record in records):
+            what = f"the first records have no number {key!r} (their keys: {_keys_of(records)})"
+            raise UserError(f"{what}; name its key with {words.field(field_name)}")
+    return RecordLayout(name, keys | numbers)
+
+
+def _unknown_layout(records: Sequence[Record], fields: Mapping[str, str], words: OptionNames) -> UserError:
+    """Returns the error for records whose layout is not detected, with a remedy for common causes."""
+    first, seen = records[0] if records else {}, _keys_of(records)
+    inner = next(
+        (
+            key
+            for key, value in first.items()
+            if isinstance(value, list) and detect_layout([one for one in value[:1] if isinstance(one, dict)], fields)
+        ),
+        None,
+    )
+    if inner is not None:
+        return UserError(f"the records are in the list {inner!r} of an object; write that list to a file of its own")
+    if len(first) == 1 and ";" in next(iter(first)):
+        return UserError(f"the columns are separated by semicolons ({seen}); separate them by commas")
+    return UserError(
+        f"the first records have no known layout (their keys: {seen}); set {words.name('layout')} to one of "
+        f"{', '.join(LAYOUTS)}, and name the keys with {words.name('fields')}, such as {words.fields_example}"
+    )
+
+
+def _keys_of(records: Sequence[Record]) -> str:
+    """Returns the first keys of the first record, for messages."""
+    return ", ".join(map(repr, list(records[0])[:8])) if records else "no record"
 
 
 def detect_layout(records: Sequence[Record], fields: Mapping[str, str]) -> str | None:

@@ -6,6 +6,7 @@ A converted message is `{"role": "user", "content": "..."}`, and keeps other key
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ ROLES = {
     **dict.fromkeys(("observation", "function_response", "tool_response", "tool_result"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "function_call"),
 }
+LARGEST = 3.4e38  # float32
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -133,3 +135,21 @@ def join_parts(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, list):
         return message
     return message | {"content": "".join(part["text"] for part in content)}
+
+
+def number_of(record: Record, key: str) -> float:
+    """Returns the number at `key`, which can be text; 1 and 0 for true and false.
+
+    Raises:
+        Unfit: the key is missing, or the value is no finite number of 32 bits.
+    """
+    value = required(record, key)
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.strip().lower(), value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) < LARGEST:
+        raise Unfit(f"field {key!r} is not a number", f"{str(value)[:20]!r}: must be a number, true or false")
+    return number

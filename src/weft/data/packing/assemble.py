@@ -7,7 +7,8 @@ The hidden folder next to the store contains
     journal.jsonl     one line per appended part: the content of the part's `.json` file, and the sizes and digests of
                       the store's files after the part was appended
     lengths           number of tokens of each document, int32
-    store/            tokens.bin, loss_mask.bin and rejects.jsonl; at the end also tokens.idx and store.json
+    store/            tokens.bin, loss_mask.bin, files of fields and rejects.jsonl; at the end also tokens.idx and
+                      store.json
 
 A part's files are deleted when its journal line is written. To resume, the store's files are truncated to the sizes in
 the last journal line whose digests match. So data that was damaged or lost in a power failure does not get into a
@@ -19,12 +20,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from weft.data.documents import Counts
 from weft.data.packing.part_files import Part, Plan, part_path, remove_part
+from weft.data.stores.field_files import field_file
 from weft.errors import UserError
 
 BLOCK = 4 << 20
@@ -94,6 +96,7 @@ class Assembly:
     Args:
         folder: the hidden folder of the pack.
         mask: whether parts have loss masks.
+        fields: names of the fields of the documents.
         lines_before: function that returns the number of lines of the shard's first file that belong to earlier shards;
             None if the pack is not a shard.
 
@@ -110,7 +113,9 @@ class Assembly:
         last_digests: for a shard, digests of the units of its last input file.
     """
 
-    def __init__(self, folder: Path, *, mask: bool, lines_before: Callable[[], int] | None = None):
+    def __init__(
+        self, folder: Path, *, mask: bool, fields: Sequence[str] = (), lines_before: Callable[[], int] | None = None
+    ):
         self.folder, self.parts = folder, folder / "parts"
         self.next = self.tokens = self.documents = 0
         self.exact, self.reason = False, None
@@ -121,7 +126,9 @@ class Assembly:
         self._lines, self._digest = 0, hashlib.sha256()  # over the units of the last source so far
         self._lines_before, self._shard_offset = lines_before, -1
         self._journal = HashedFile(folder / "journal.jsonl")
-        self._files = {what: HashedFile(folder / path) for what, path in FILES.items() if mask or what != "mask"}
+        self.fields = fields
+        paths = FILES | {field_file(name): f"store/{field_file(name)}" for name in fields}
+        self._files = {what: HashedFile(folder / path) for what, path in paths.items() if mask or what != "mask"}
 
     def resume(self, plan: Plan, on_progress: Callable[[int], None] | None) -> None:
         """Restores the state of an interrupted pack.
@@ -263,16 +270,18 @@ class Assembly:
                     "digests": digests,
                 }
 
-    def finish(self, dtype: str) -> dict[str, str | None]:
-        """Closes the files and writes `tokens.idx`. Returns the files' sha256, keyed by field name of StoreInfo."""
+    def finish(self, dtype: str) -> dict[str, Any]:
+        """Closes the files and writes `tokens.idx`. Returns the files' sha256, keyed by attribute of StoreInfo."""
         from weft.data.stores.indexed import write_index
 
         for file in self._files.values():
             file.close()
         if self._files["rejects"].size == 0:
             self._files["rejects"].path.unlink()
+        digests = {name: self._files[field_file(name)].digest.hexdigest() for name in self.fields}
         return {
             "bin_sha256": self._files["tokens"].digest.hexdigest(),
             "idx_sha256": write_index(self.folder / "store" / "tokens.idx", dtype, self._files["lengths"].path),
             "mask_sha256": self._files["mask"].digest.hexdigest() if "mask" in self._files else None,
+            "fields": digests,
         }

@@ -16,10 +16,11 @@ import numpy as np
 
 from weft.data.documents import Counts, Document, Reject
 from weft.data.packing.encoder import Encoded, Encoder
-from weft.data.packing.part_files import DocumentFailure, Job, Part, WriteFailure, part_path
+from weft.data.packing.part_files import DocumentFailure, Job, Part, WriteFailure, files_of, part_path
 from weft.data.sources import read
 from weft.data.sources.source_format import reject_message
 from weft.data.sources.values import utf8_size
+from weft.data.stores.field_files import field_file
 from weft.data.stores.indexed import token_dtype
 from weft.errors import UserError
 from weft.files import replace_file
@@ -103,7 +104,7 @@ class _PartEncoder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path("json"))  # written by an earlier attempt; without this file, the part is not finished
         with _writing():
-            for what in ("tokens", "lengths", "mask") if self.encoder.has_mask else ("tokens", "lengths"):
+            for what in files_of(self.encoder):
                 self._files[what] = open(self._path(what), "wb", buffering=0)
         return self
 
@@ -225,6 +226,9 @@ class _PartEncoder:
             ids=np.concatenate([np.zeros(0, np.uint32), *(encoded.ids for encoded in done)]),
             lengths=np.concatenate([np.zeros(0, np.int64), *(encoded.lengths for encoded in done)]),
             mask=np.concatenate([np.zeros(0, np.uint8), *masks]) if self.encoder.has_mask else None,
+            fields={
+                name: np.concatenate([np.zeros(0), *(e.fields[name] for e in done)]) for name in self.encoder.fields
+            },
             rejects=rejects,
             notes=sum((encoded.notes for encoded in done), Counter()),
             bytes=sum(encoded.bytes or 0 for encoded in done),
@@ -241,6 +245,7 @@ class _PartEncoder:
         if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
             raise UserError(f"a document of {int(lengths.max()):,} tokens is too long for a store; split the document")
         arrays = {"tokens": (ids, self._dtype), "lengths": (lengths, np.int32), "mask": (encoded.mask, np.uint8)}
+        arrays |= {field_file(name): (values, np.float32) for name, values in encoded.fields.items()}
         with _writing():
             for what, file in self._files.items():
                 array, dtype = arrays[what]

@@ -32,6 +32,7 @@ class Encoded:
         notes: change of encoded documents (such as "truncated to 512 tokens") -> number of these documents.
         bytes: number of UTF-8 bytes of the text to which records were converted, without end-of-document tokens; None
             for texts.
+        fields: name -> number of each document, float32 `[documents]`.
     """
 
     ids: np.ndarray
@@ -40,6 +41,7 @@ class Encoded:
     rejects: list[Reject] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
     bytes: int | None = None
+    fields: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 class Encoder(Protocol):
@@ -51,6 +53,7 @@ class Encoder(Protocol):
     Attributes:
         kind: kind of the store: "text", "conversations" or "preferences" (two documents per input document).
         has_mask: whether `encode` returns loss masks.
+        fields: names of the fields that `encode` returns: one number per document, such as a label.
         drops: values of `Reject.reason`. A document that `encode` rejects for one of these reasons is left out and
             never stops the pack, because the encoder's settings ask for this (for example, to drop long documents).
         words: names of options in messages.
@@ -59,6 +62,7 @@ class Encoder(Protocol):
 
     kind: str
     has_mask: bool
+    fields: Sequence[str]
     drops: Sequence[str]
 
     @property
@@ -99,6 +103,7 @@ class TextEncoder:
     """
 
     kind, has_mask, chat_template = "text", False, None
+    fields: Sequence[str] = ()
     drops: Sequence[str] = ()
 
     def __init__(self, tokenizer: str | Path | Tokenizer, *, exact: bool = False, words: OptionNames = COMMAND):

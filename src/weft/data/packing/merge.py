@@ -9,7 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from weft.data.output_folder import STORE, check_out, publish
+from weft.data.stores.field_files import field_file
 from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, document_blocks, release_pages
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
 from weft.data.stores.store_json import write_store_json
@@ -62,15 +65,20 @@ def _check_match(first: TokenStore, other: TokenStore) -> None:
         raise UserError(
             f"{which} a loss mask, but {first.path} {without} one; merge only stores of the same kind", other.path
         )
+    if different := sorted(first.fields.keys() ^ other.fields.keys()):
+        which, without = ("has", "lacks") if different[0] in other.fields else ("lacks", "has")
+        what = f"{which} the field {different[0]!r} of documents, but {first.path} {without} it"
+        raise UserError(f"{what}; merge only stores of the same fields", other.path)
 
 
 def _write(stores: Sequence[TokenStore], folder: Path, console: Console) -> StoreInfo:
     first = stores[0]
-    writer = IndexedWriter(folder / "tokens", first.info.dtype, mask=first.loss_mask is not None)
+    writer = IndexedWriter(folder / "tokens", first.info.dtype, mask=first.loss_mask is not None, fields=first.fields)
     total = sum(store.num_tokens for store in stores) * first.tokens.dtype.itemsize
     with console.progress(total, "merging", unit="B") as bar:
         for store in stores:
-            digests = [hashlib.sha256(), hashlib.sha256()]
+            digests, names = [hashlib.sha256(), hashlib.sha256()], list(store.fields)
+            digests += [hashlib.sha256(np.ascontiguousarray(store.fields[name]).data) for name in names]
             for start, stop, begin, end in document_blocks(store.lengths):
                 for low in range(begin, end, BLOCK_TOKENS):  # a document may be longer than a block
                     high = min(low + BLOCK_TOKENS, end)
@@ -78,10 +86,12 @@ def _write(stores: Sequence[TokenStore], folder: Path, console: Console) -> Stor
                     if store.loss_mask is not None:
                         digests[1].update(store.loss_mask[low:high].data)
                 mask = None if store.loss_mask is None else store.loss_mask[begin:end]
-                writer.add(store.tokens[begin:end], store.lengths[start:stop], mask)
+                fields = {name: values[start:stop] for name, values in store.fields.items()}
+                writer.add(store.tokens[begin:end], store.lengths[start:stop], mask, fields)
                 release_pages(store.tokens, store.loss_mask)
                 bar.update(writer.tokens * first.tokens.dtype.itemsize)
             expected = {"tokens.bin": store.info.bin_sha256, "loss_mask.bin": store.info.mask_sha256}
+            expected |= {field_file(name): store.info.fields[name] for name in names}
             for digest, (name, sha256) in zip(digests, expected.items(), strict=True):
                 if sha256 is not None and digest.hexdigest() != sha256:
                     raise UserError(

@@ -155,7 +155,8 @@ class _PackJob:
             if self.out.exists() and not self.overwrite:
                 raise UserError("was created while this command ran; use --overwrite to replace it", self.out)
             lines_before = partial(self._plan.lines_before, self.reading) if self.shard is not None else None
-            assembly = Assembly(self._folder, mask=self.encoder.has_mask, lines_before=lines_before)
+            fields = self.encoder.fields
+            assembly = Assembly(self._folder, mask=self.encoder.has_mask, fields=fields, lines_before=lines_before)
             self._resume(assembly)
             resumed_bytes, resumed_tokens = assembly.counts.bytes, assembly.tokens
             self._encoding_since = time.monotonic()

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.documents import Counts
+from weft.data.packing.encoder import Encoder
 from weft.data.sources import Reading, Unit, read
 from weft.data.sources.source_format import source_format
+from weft.data.stores.field_files import field_file
 
 PART_UNITS = 256
 
@@ -166,6 +168,11 @@ def part_path(folder: str | Path, index: int, what: str) -> str:
     return f"{folder}/{index:08d}.{what}"
 
 
+def files_of(encoder: Encoder) -> list[str]:
+    """Returns what the files of a part contain, as for `part_path`."""
+    return ["tokens", "lengths", *["mask"] * encoder.has_mask, *map(field_file, encoder.fields)]
+
+
 def read_finished(folder: str | Path, part: Part) -> dict[str, Any] | None:
     """Returns the content of a part's `.json` file; None if the part is not finished or its inputs have changed."""
     try:
@@ -178,5 +185,6 @@ def read_finished(folder: str | Path, part: Part) -> dict[str, Any] | None:
 
 def remove_part(folder: str | Path, index: int) -> None:
     """Deletes a part's files, the `.json` file first."""
-    for what in ("json", "tokens", "lengths", "mask", "rejects"):
-        Path(part_path(folder, index, what)).unlink(missing_ok=True)
+    Path(part_path(folder, index, "json")).unlink(missing_ok=True)
+    for path in Path(folder).glob(f"{index:08d}.*"):
+        path.unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -73,12 +73,11 @@ def detect(
             raise UserError(f"data.fields.{other[0]}: unknown field; texts have only the field text; remove it", path)
         what = "plain text" if contents == {"text"} else f"texts in the field {reading.field!r}"
         what = f"{counted(len(files), 'file')} of {what}" if len(files) > 1 else what
-        if needs.kind == "preferences":
-            raise UserError(f"{what}{NEEDS_PAIRS}", path)
+        _raise_if_unsuitable(path, what, needs)
         return RawData(path, Path(tokenizer), files, reading, TextEncoder(Path(tokenizer), words=RUN_FILE), what)
     if name is None and not records:
         raise_if_no_record(files, Reading(records=True))
-    layout = choose_layout(records, name, fields, RUN_FILE)
+    layout = choose_layout(records, name, fields, RUN_FILE, needs.fields)
     if layout.name == "preferences" and needs.kind != "preferences":
         raise UserError(
             "records of preferences, a chosen and a rejected answer each, which the run's objective does not learn "
@@ -86,8 +85,8 @@ def detect(
             f"with {_one_answer(records[0] if records else {}, layout)}",
             path,
         )
-    if layout.name != "preferences" and needs.kind == "preferences":
-        raise UserError(f"conversations in the layout {layout}{NEEDS_PAIRS}", path)
+    if layout.name != "preferences":
+        _raise_if_unsuitable(path, f"conversations in the layout {layout}", replace(needs, fields=()))
     encoder = ConversationEncoder(
         ConversationSpec(
             tokenizer=Path(tokenizer),
@@ -96,11 +95,24 @@ def detect(
             train_on=data.train_on or "assistant",
             max_tokens=length,
             overlong="truncate" if data.overlong == "truncate" else "drop",
+            document_fields=needs.fields,
             date=date.today().isoformat(),
             words=RUN_FILE,
         )
     )
-    return RawData(path, Path(tokenizer), files, Reading(records=True), encoder, describe_encoding(encoder))
+    what, unused = describe_encoding(encoder), [record for record in records if type(record.get("label")) is bool]
+    if "label" not in needs.fields and unused and "label" not in layout.keys.values():
+        what += "; the label of the records (true or false) is not used: all answers are learned alike"
+    return RawData(path, Path(tokenizer), files, Reading(records=True), encoder, what)
+
+
+def _raise_if_unsuitable(path: str, what: str, needs: ObjectiveData) -> None:
+    """Raises UserError if the objective needs preferences, or numbers of each answer. `what`: what the data are."""
+    if needs.kind == "preferences":
+        raise UserError(f"{what}{NEEDS_PAIRS}", path)
+    if needs.fields:
+        need = f"needs the number {needs.fields[0]!r} of each answer; use conversations with this key"
+        raise UserError(f"{what}, but the run's objective {need}", path)
 
 
 def _one_answer(record: Record, layout: RecordLayout) -> str:

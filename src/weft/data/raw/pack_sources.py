@@ -74,7 +74,7 @@ def detect_sources(config: RunConfig, *, train: bool = True) -> dict[str, RawDat
     Raises:
         UserError: a file or its layout is invalid, or a key of `data` has no effect.
     """
-    data, found, needs = config.data, {}, objective_data(config.objective.type)
+    data, found, needs = config.data, {}, objective_data(config.objective.type, config.objective.arguments.get)
     for key, path in data.raw.items():
         if key.startswith("data.train") and (not train or config.generates):  # prompts are not packed
             continue

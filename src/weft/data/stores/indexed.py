@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from weft.data.stores.field_files import FieldWriter
 from weft.errors import UserError
 from weft.headers import DTYPE_NAMES, HEADER, MAGIC
 
@@ -37,28 +38,37 @@ class IndexedWriter:
     Args:
         prefix: path of both files without `.bin` and `.idx`.
         mask: whether to write `loss_mask.bin` too, one byte per token: 1 for tokens that are trained on.
+        fields: names of fields of documents, of which a file is written too (`field_files.py`).
 
     Attributes:
         documents, tokens: number of documents and of tokens written so far.
         empty: number of documents written so far that have no token except an end-of-document token.
     """
 
-    def __init__(self, prefix: Path, dtype: Any, *, mask: bool = False):
+    def __init__(self, prefix: Path, dtype: Any, *, mask: bool = False, fields: Iterable[str] = ()):
         self.prefix, self.dtype = prefix, np.dtype(dtype)
         self.range = np.iinfo(self.dtype)
         self.file = open(prefix.with_suffix(".bin"), "wb")  # noqa: SIM115 (closed by finish)
         self.mask_file = open(prefix.with_name("loss_mask.bin"), "wb") if mask else None  # noqa: SIM115
+        self._fields = {name: FieldWriter(prefix.parent, name) for name in fields}
         self._lengths = open(prefix.with_suffix(".lengths"), "wb")  # noqa: SIM115
         self._digest, self._mask_digest = hashlib.sha256(), hashlib.sha256()
         self.documents = self.tokens = self.empty = 0
 
-    def add(self, tokens: np.ndarray, lengths: np.ndarray, mask: np.ndarray | None = None) -> None:
+    def add(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        mask: np.ndarray | None = None,
+        fields: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """Appends documents.
 
         Args:
             tokens: concatenated ids of the documents; can be a memory map of any size.
             lengths: number of tokens of each document; their sum is `len(tokens)`.
             mask: loss mask, bool or uint8 `[len(tokens)]`; required if and only if the writer was created with `mask`.
+            fields: value of each document `[len(lengths)]`, for each of the writer's fields.
 
         Raises:
             UserError: an id does not fit into the dtype, or a document exceeds the format's 2^31 - 1 tokens.
@@ -84,13 +94,17 @@ class IndexedWriter:
             assert len(mask) == len(tokens)
             for start in range(0, len(mask), BLOCK_TOKENS):
                 _append(self.mask_file, self._mask_digest, mask[start : start + BLOCK_TOKENS], np.dtype(np.uint8))
+        for name, writer in self._fields.items():
+            assert fields is not None
+            assert len(fields[name]) == len(lengths)
+            writer.add(fields[name])
         self._lengths.write(lengths.astype("<i4").tobytes())
         self.documents += len(lengths)
         self.tokens += len(tokens)
         self.empty += int(np.count_nonzero(lengths <= 1))
 
     def finish(self) -> dict[str, Any]:
-        """Closes the `.bin` and writes the `.idx`. Returns fields of `StoreInfo`: dtype, counts and digests."""
+        """Closes the `.bin` and writes the `.idx`. Returns attributes of `StoreInfo`: dtype, counts and digests."""
         self.file.close()
         if self.mask_file is not None:
             self.mask_file.close()
@@ -105,6 +119,7 @@ class IndexedWriter:
             "bin_sha256": self._digest.hexdigest(),
             "idx_sha256": idx_sha256,
             "mask_sha256": None if self.mask_file is None else self._mask_digest.hexdigest(),
+            "fields": {name: writer.finish() for name, writer in self._fields.items()},
         }
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from weft.data.stores.field_files import field_file
 from weft.data.stores.indexed import map_file
 from weft.errors import UserError
 from weft.files import read_json
@@ -76,6 +77,7 @@ class StoreInfo(BaseModel):
         notes: what was done to documents (such as "truncated to 512 tokens") -> number of documents.
         bin_sha256, idx_sha256, mask_sha256: digests of `tokens.bin`, `tokens.idx` and `loss_mask.bin`; `mask_sha256` is
             None if the store has no loss mask.
+        fields: name of a field of the documents, such as "label" -> digest of its file (`field_files.py`).
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -97,14 +99,16 @@ class StoreInfo(BaseModel):
     bin_sha256: str
     idx_sha256: str
     mask_sha256: str | None = None
+    fields: dict[str, str] = {}
     sources: list[SourceFile] = []
 
     @property
     def digest(self) -> str:
-        """The digest of the tokens and of the loss mask, if the store has one. A run's manifest records it."""
-        if self.mask_sha256 is None:
+        """The digest of the tokens, and of the loss mask and fields if there are any. A run's manifest records it."""
+        if self.mask_sha256 is None and not self.fields:
             return self.bin_sha256
-        return hashlib.sha256(f"{self.bin_sha256} {self.mask_sha256}".encode()).hexdigest()
+        fields = (f"{name}={digest}" for name, digest in sorted(self.fields.items()))
+        return hashlib.sha256(" ".join([self.bin_sha256, str(self.mask_sha256), *fields]).encode()).hexdigest()
 
     @property
     def item_documents(self) -> int:
@@ -120,6 +124,7 @@ class TokenStore:
         lengths: number of tokens of each document `[num_documents]`, a memory map.
         offsets: byte offset of each document in `tokens.bin` `[num_documents]`, a memory map.
         loss_mask: uint8 `[num_tokens]`, 1 for tokens that are trained on; None if all tokens are trained on.
+        fields: name -> number of each document, float32 `[num_documents]`, a memory map.
 
     Raises:
         UserError: the folder is not a token store, or the store is damaged.
@@ -148,6 +153,11 @@ class TokenStore:
             mask = self.path / "loss_mask.bin"
             _check_size(mask, self.num_tokens)
             self.loss_mask = map_file(mask, np.uint8, 0, self.num_tokens)
+        self.fields = {}
+        for name in self.info.fields:
+            values = self.path / field_file(name)
+            _check_size(values, 4 * self.num_documents)
+            self.fields[name] = map_file(values, np.dtype("<f4"), 0, self.num_documents)
 
     def document(self, number: int) -> np.ndarray:
         """Returns the ids of one document, including its end-of-document token."""

@@ -54,6 +54,7 @@ def provenance(store: TokenStore, operation: str, **arguments: Any) -> dict[str,
     """Returns `made_from`, a value in `store.json`: the operation, its arguments, and digests of the input store."""
     info = store.info
     digests = {"bin_sha256": info.bin_sha256, "idx_sha256": info.idx_sha256, "mask_sha256": info.mask_sha256}
+    digests |= {"fields": info.fields} if info.fields else {}
     return {"operation": operation, "input": digests, **arguments}
 
 
@@ -67,13 +68,15 @@ class StoreWriter:
 
     def __init__(self, source: TokenStore, folder: Path, counter: TextBytes | None):
         self.source, self.folder, self.counter = source, folder, counter
-        self.writer = IndexedWriter(folder / "tokens", source.info.dtype, mask=source.loss_mask is not None)
+        self.writer = IndexedWriter(
+            folder / "tokens", source.info.dtype, mask=source.loss_mask is not None, fields=source.fields
+        )
         self.left_out: Counter[str] = Counter()
         self.bytes = 0
 
     def add(self, block: Block) -> None:
         """Appends all documents of a block."""
-        self.writer.add(block.tokens, block.lengths, block.mask)
+        self.writer.add(block.tokens, block.lengths, block.mask, block.fields)
         if self.counter is not None:
             self.bytes += self.counter.count(block.tokens, block.lengths)
 

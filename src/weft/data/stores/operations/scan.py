@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,12 +23,14 @@ class Block:
         lengths: number of tokens of each document `[documents]`.
         tokens: concatenated ids `[tokens]`.
         mask: loss mask, uint8 `[tokens]`; None if the store has no mask.
+        fields: name of a field -> number of each document, float32 `[documents]`.
     """
 
     first: int
     lengths: np.ndarray
     tokens: np.ndarray
     mask: np.ndarray | None
+    fields: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def select(self, keep: np.ndarray) -> Block:
         """Returns a block of the documents for which `keep` (bool `[documents]`) is true."""
@@ -41,7 +43,8 @@ class Block:
         def kept(array: np.ndarray) -> np.ndarray:
             return np.concatenate([array[run] for run in runs]) if runs else array[:0]
 
-        return Block(-1, self.lengths[keep], kept(self.tokens), None if self.mask is None else kept(self.mask))
+        fields = {name: values[keep] for name, values in self.fields.items()}
+        return Block(-1, self.lengths[keep], kept(self.tokens), None if self.mask is None else kept(self.mask), fields)
 
     def documents(self) -> Iterator[np.ndarray]:
         """Yields each document's ids."""
@@ -75,7 +78,8 @@ def scan(store: TokenStore, on_tokens: Callable[[int], None] = lambda done: None
     for first, stop, start, end in document_blocks(store.lengths, store.info.item_documents):
         lengths = np.array(store.lengths[first:stop], np.int64)
         mask = None if store.loss_mask is None else store.loss_mask[start:end]
-        yield Block(first, lengths, store.tokens[start:end], mask)
+        fields = {name: np.array(values[first:stop]) for name, values in store.fields.items()}
+        yield Block(first, lengths, store.tokens[start:end], mask, fields)
         release_pages(store.tokens, store.loss_mask, store.lengths)
         on_tokens(end)
 

@@ -65,5 +65,6 @@ def _read_documents(store: TokenStore, files: list[BinaryIO], numbers: np.ndarra
             read_ranges(file, starts[first:stop] * dtype.itemsize, lengths[first:stop] * dtype.itemsize, dtype)
             for file, dtype in zip(files, (store.tokens.dtype, np.dtype(np.uint8)), strict=False)
         ]
-        yield Block(-1, lengths[first:stop], arrays[0], arrays[1] if len(arrays) > 1 else None)
+        fields = {name: values[numbers[first:stop]] for name, values in store.fields.items()}
+        yield Block(-1, lengths[first:stop], arrays[0], arrays[1] if len(arrays) > 1 else None, fields)
         first, begin = stop, int(ends[stop - 1])

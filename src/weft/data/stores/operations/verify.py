@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.data.stores.field_files import field_file
 from weft.data.stores.indexed import BLOCK_DOCUMENTS, BLOCK_TOKENS, document_blocks, map_file, release_pages
 from weft.data.stores.store import TokenStore
 from weft.data.stores.store_json import FILE_DIGESTS, content_digest, file_digest, to_bytes
@@ -91,6 +92,10 @@ class _Verification:
         self._compare("tokens.bin", digest.hexdigest(), info.bin_sha256)
         if info.mask_sha256 is not None:
             self._compare("loss_mask.bin", mask_digest.hexdigest(), info.mask_sha256)
+        for name, expected in info.fields.items():
+            self._compare(field_file(name), file_digest(store.path / field_file(name)) or "", expected)
+            if (bad := np.flatnonzero(~np.isfinite(store.fields[name]))).size:
+                self._report(field_file(name), f"document {bad[0]:,} has no finite number")
         if info.kind == "text" and empty != info.empty_documents:
             self._report(
                 "store.json",
