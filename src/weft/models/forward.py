@@ -22,7 +22,8 @@ def return_normalizers(model: nn.Module) -> bool:
     """
     if not hasattr(model, "token_logprobs") or getattr(model, "head", model) is None:
         return False
-    model.token_logprobs = partial(model.token_logprobs, normalizers=True)
+    token_logprobs: Any = model.token_logprobs
+    setattr(model, "token_logprobs", partial(token_logprobs, normalizers=True))  # noqa: B010
     return True
 
 
