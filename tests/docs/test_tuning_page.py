@@ -77,6 +77,19 @@ def test_the_commands_and_the_code_of_the_page_of_adapters(home, monkeypatch, ca
     assert names["texts"].keys() == {None, "lora", "dora"}
 
 
+def test_the_commands_of_the_page_of_quantization(home):
+    page, path = (DOCS / "tuning" / "quantization.md").read_text(encoding="utf-8"), ROOT / "configs" / "qat.yaml"
+    ran = [command.text for command in commands(page)]
+    assert [words.split()[1] for words in ran] == ["train", "evaluate", "generate"]
+    assert f"#   {ran[0]}\n" in path.read_text()
+    assert len(path.read_text().splitlines()) < 25
+    for command in ran:
+        assert main(small(command)) == 0, command
+    for name, body in files(page).items():
+        Path(name).write_text(body)
+        RunConfig.load(name)
+
+
 def test_the_table_of_memory_is_current():
     """Its first rows, which are fast to compute. `make docs` writes the table."""
     table = runpy.run_path(str(DOCS / "memory_table.py"))

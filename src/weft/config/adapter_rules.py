@@ -26,11 +26,12 @@ def check_adapter_section(draft: Draft) -> None:
         "training.only_rows_from": "the adapter freezes all rows",
         "training.freeze": "the adapter freezes all other parameters",
         "training.fp8": "adapters do not support fp8",
+        "training.qat.type": "adapters do not support quantization-aware training",
         "model.load_optimizer": "the saved optimizer state is for all parameters, but the adapter freezes them",
     }
     for key, why in others.items():
         if draft.get(key):
-            draft.report(key, f"{why}; remove this key, or the section adapter", "adapter")
+            draft.report(key.removesuffix(".type"), f"{why}; remove this key, or the section adapter", "adapter")
     if draft.get("adapter.init") == "pissa":
         for key in ("quantize", "dora"):
             if draft.get(f"adapter.{key}"):

@@ -42,7 +42,7 @@ class Needs:
     def __init__(self, get: GetValue, section: ParallelSection, sequences: int | None):
         self.section, self.sequences = section, sequences
         self.compresses = get("parallel.compress.rank") is not None
-        self.only_rows = get("training.only_rows_from")
+        self.only_rows, self.qat = get("training.only_rows_from"), get("training.qat.type")
         self.compiles, self.micro = bool(get("training.compile")), get("training.micro_batch_size")
         self.length = get("data.sequence_length")
         lengths = (("data.sequence_length", self.length), ("data.length_warmup.start", get("data.length_warmup.start")))
@@ -101,6 +101,9 @@ class Needs:
         if shape.tp > 1 and self.section.async_tp and not self.compiles:
             what = "async_tp needs compiled code; set training.compile: true, or remove the key"
             yield Reason("parallel.async_tp", what)
+        if shape.tp > 1 and self.qat == "int8_int4":
+            what = f"{shape.tp} would split the activations, of which int8_int4 (training.qat) rounds full tokens"
+            yield Reason("parallel.tp", f"{what}; set tp: 1, or training.qat.type: int4")
         if shape.tp > 1:
             for size, what, remedy in self.split:
                 if size % shape.tp:

@@ -219,6 +219,7 @@ def _check_precision(draft: Draft, steps: int | None) -> None:
     if start is not None and steps is not None and start >= steps:
         what = f"{start:,}, but the run has {steps:,} steps; lower the number, or remove the section"
         draft.report("parallel.compress.start_step", what, "training.steps")
+    _check_qat(draft)
     dtype, reduced = draft.get("training.dtype"), draft.get("training.reduce_dtype")
     if dtype is None or reduced is None:
         return
@@ -233,3 +234,16 @@ def _check_precision(draft: Draft, steps: int | None) -> None:
     if draft.get("training.fp8") and dtype not in ("auto", "bfloat16"):
         what = f"{dtype}, but with fp8 all other operations are computed in bfloat16; set bfloat16 or auto"
         draft.report("training.dtype", what, "training.fp8")
+
+
+def _check_qat(draft: Draft) -> None:
+    """Reports keys that contradict quantization-aware training."""
+    kind, size = draft.get("training.qat.type"), draft.get("training.qat.group_size")
+    if kind is None:
+        return
+    if kind == "int4" and size not in (None, 32):
+        what = f"{size}, but int4 has groups of 32 columns; remove the key, or set type: int8_int4"
+        draft.report("training.qat.group_size", what, "training.qat.type")
+    if draft.get("training.fp8"):
+        what = "quantization-aware training does not support fp8; remove one of the two keys"
+        draft.report("training.qat", what, "training.fp8")

@@ -18,6 +18,21 @@ EveryOrBudget = Annotated[
 ]
 
 
+class QatSection(Section):
+    """Quantization-aware training (QAT; Jacob et al., 2018): products use weights that are rounded to 4 bits, and the
+    optimizer updates the weights before rounding. It rounds linear layers, stacked experts and the output head, except
+    routers. It needs torchao.
+    """
+
+    type: Literal["int4", "int8_int4"] = "int4"
+    """What is rounded. `int4`: weights, exactly as `--quantize int4` of `weft generate` and `weft evaluate` rounds
+    them, with a scale for 32 columns of a row. `int8_int4`: weights to 4 bits and activations to 8 bits per token, as
+    torchao's quantization to int8 dynamic activations and int4 weights.
+    """
+    group_size: int = Field(32, ge=2)
+    """Number of columns of a row with a common scale; other values than 32 are for `int8_int4` only."""
+
+
 class TrainingSection(Section):
     """Length, batches and precision of the run. Exactly one of `steps`, `tokens` and `epochs` sets the length."""
 
@@ -50,6 +65,8 @@ class TrainingSection(Section):
     """Whether the matrix products of the layers are computed in 8 bits. It needs torchao and an NVIDIA GPU of compute
     capability 8.9 or higher.
     """
+    qat: QatSection | None = Field(None)
+    """Quantization-aware training. Default: no rounding."""
     compile: bool = False
     """Whether each block is compiled with `torch.compile`."""
     grad_clip: float | None = Field(1.0, gt=0)

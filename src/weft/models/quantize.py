@@ -45,7 +45,7 @@ def quantize(model: Any, how: str) -> None:
     check_quantize(how)
     bits = BITS[how]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    found = list(_linears(model))
+    found = list(linears_to_quantize(model))
     if not found:
         raise UserError("quantize: the model has no linear layers (nn.Linear); load it without `quantize`")
     for parent, name, linear in found:
@@ -109,7 +109,7 @@ def try_quantized(model: nn.Module) -> None:
             module.forget_copy()
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+def linears_to_quantize(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Yields (parent module, name of the layer in its parent, layer) for each linear layer to quantize."""
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     for parent in list(model.modules()):

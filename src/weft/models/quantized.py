@@ -20,6 +20,7 @@ GROUP = 32  # columns with a common scale, with 4 bits
 # Divisors of the largest weight that give the scales to try. Negative: the largest weight becomes -8; +8 does not fit.
 _DIVISORS = {8: (127.0,), 4: (-9.0, -8.5, -8.0, -7.5, -7.0)}
 _QUANTIZED = 1 << 17  # number of weights that are quantized at a time
+_ROUNDED = {"cpu": _QUANTIZED}  # the same for `round_to_int4`; on GPUs each block costs launches of kernels
 _BLOCKS = {"cpu": 1 << 20}  # number of weights that are dequantized at a time; on CPUs they stay in the cache
 _BLOCK = 1 << 24
 # PyTorch's kernels are faster than dequantized weights only for few rows, and only in bfloat16. For 2,048 x 8,192
@@ -151,14 +152,38 @@ class QuantizedLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
+def round_to_int4(weight: torch.Tensor) -> torch.Tensor:
+    """Rounds a weight `[rows, in]` to the values of a `QuantizedWeight` with 4 bits. The dtype does not change."""
+    size = weight.numel() if torch.compiler.is_compiling() else _ROUNDED.get(weight.device.type, 1 << 26)
+    parts = []
+    for rows in _slices(weight, size):
+        integers, scale = _groups(weight[rows], 4)
+        parts.append((integers * scale).flatten(1)[:, : weight.shape[1]].to(weight.dtype))
+    return torch.cat(parts)
+
+
 def _quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes `weight` `[rows, in]`. Returns `values` and `scale` as in `QuantizedWeight`.
+    """Quantizes `weight` `[rows, in]`. Returns `values` and `scale` as in `QuantizedWeight`."""
+    if not torch.isfinite(weight).all():
+        raise UserError("a weight is infinite or NaN, so the model cannot be quantized; use another checkpoint")
+    integers, scale = _groups(weight, bits)
+    integers, scale = integers.to(torch.int8), scale.squeeze(-1).to(torch.bfloat16)
+    if bits == 8:
+        return integers.squeeze(1), scale.squeeze(1)
+    low, high = (integers + 8).view(torch.uint8).chunk(2, -1)
+    return low | (high << 4), scale
+
+
+def _groups(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes `weight` `[rows, in]` in groups of columns with a common scale.
 
     With 4 bits, each group gets the scale with the least squared error, of several scales that are tried.
+
+    Returns:
+        The integers `[rows, groups, columns]`, including padding columns, and scales `[rows, groups, 1]` with the
+        precision of bfloat16. Both have at least float32.
     """
-    wide = weight.to(torch.float32)
-    if not torch.isfinite(wide).all():
-        raise UserError("a weight is infinite or NaN, so the model cannot be quantized; use another checkpoint")
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     groups = wide.unsqueeze(1) if bits == 8 else F.pad(wide, (0, -wide.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     low, high = torch.aminmax(groups, dim=-1, keepdim=True)
     largest = torch.where(high > -low, high, low)
@@ -171,16 +196,12 @@ def _quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tens
         error = (_integers(groups, tried, bits).mul_(tried)).sub_(groups).square_().sum(-1, True)
         scale = tried if least is None else torch.where(error < least, tried, scale)
         least = error if least is None else torch.minimum(error, least)
-    integers, scale = _integers(groups, scale, bits).to(torch.int8), scale.squeeze(-1).to(torch.bfloat16)
-    if bits == 8:
-        return integers.squeeze(1), scale.squeeze(1)
-    low, high = (integers + 8).view(torch.uint8).chunk(2, -1)
-    return low | (high << 4), scale
+    return _integers(groups, scale, bits), scale
 
 
 def _rounded(scale: torch.Tensor) -> torch.Tensor:
     """Rounds scales to bfloat16. Scales that are 0 or NaN become 1; groups of zeros have such scales."""
-    scale = scale.to(torch.bfloat16).to(torch.float32)
+    scale = scale.to(torch.bfloat16).to(scale.dtype)
     return torch.where(torch.isfinite(scale) & (scale != 0), scale, 1.0)
 
 

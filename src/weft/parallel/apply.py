@@ -24,7 +24,7 @@ from weft.models.initialize import initial_value, initialize_buffers
 from weft.models.layers.moe import Experts
 from weft.models.parameter_patterns import last_match
 from weft.models.transformers_model import TransformersModel, build_transformers_model, materialize
-from weft.parallel import fp8
+from weft.parallel import fp8, qat
 from weft.parallel.adapter import adapt, fill_adapter
 from weft.parallel.axes.context import shard_over_cp
 from weft.parallel.axes.expert import shard_over_ep
@@ -57,9 +57,11 @@ def transformations(plan: ModelPlan, world: World) -> list[Transformation]:
         freeze,
         use_state_dtype,
         multiply_in_fp8,
+        fake_quantize,
         adapt,
         use_frozen_dtype,
         shard_over_tp,
+        check_quantized_groups,
         shard_over_cp,
         shard_over_ep,
         place_on_rank if single else replicate_scalars,
@@ -182,6 +184,24 @@ def use_frozen_dtype(model: nn.Module, state: ModelState) -> nn.Module:
     for name, parameter in model.named_parameters() if plan.frozen or plan.adapter is not None else ():
         if not is_adapter(name) and parameter.is_floating_point():
             parameter.data = parameter.data.to(plan.dtype)
+    return model
+
+
+def fake_quantize(model: nn.Module, state: ModelState) -> nn.Module:
+    """If `ModelPlan.qat` is set, makes linear layers, experts and head round their weights (quantization-aware
+    training).
+
+    Assumes plain (unsharded) parameters, and modules whose forward is not wrapped.
+    """
+    if state.plan.qat is not None:
+        qat.fake_quantize(model, state.plan.qat, state)
+    return model
+
+
+def check_quantized_groups(model: nn.Module, state: ModelState) -> nn.Module:
+    """Refuses `tp` that splits the groups of `fake_quantize`. Assumes that `shard_over_tp` was applied."""
+    if state.plan.qat is not None:
+        qat.raise_if_groups_split(model, state.plan.qat)
     return model
 
 

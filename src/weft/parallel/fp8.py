@@ -7,14 +7,13 @@ gradients to e5m2.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
-from importlib.util import find_spec
 
 import torch
 from torch import nn
 
 from weft.errors import UserError
+from weft.parallel.torchao import quiet_import, raise_unless_installed
 
 MULTIPLE = 16  # products in 8 bits need sizes that are multiples of 16
 _ROUTERS = ("router", "gate")  # rounding must not change the choice of experts
@@ -30,13 +29,7 @@ def raise_unless_usable(device: torch.device) -> None:
         problem = f"{torch.cuda.get_device_name(device)} has compute capability {found}; 8.9 is required"
     if problem is not None:
         raise UserError(f"training.fp8: {problem}; remove the key")
-    raise_unless_installed()
-
-
-def raise_unless_installed() -> None:
-    """Raises UserError if torchao is not installed."""
-    if find_spec("torchao") is None:
-        raise UserError("training.fp8: torchao is not installed; run `pip install 'weft-train[fp8]'` or remove the key")
+    raise_unless_installed("training.fp8", "fp8")
 
 
 def use_fp8(model: nn.Module, blocks: Iterable[nn.Module], *, ranks: int = 1, emulate: bool = False) -> None:
@@ -49,15 +42,11 @@ def use_fp8(model: nn.Module, blocks: Iterable[nn.Module], *, ranks: int = 1, em
         ranks: number of `tp` ranks, over which matrices will be sharded.
         emulate: whether to round to 8 bits but multiply in higher precision, which works on any device.
     """
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # torchao warns of optional libraries that it cannot load
-    try:
+    with quiet_import():
         from torchao.float8 import (  # pyright: ignore[reportMissingImports]
             Float8LinearConfig,
             convert_to_float8_training,
         )
-    finally:
-        logging.disable(before)
     inner = {module for block in blocks for module in block.modules() if module is not block}
 
     def fits(module: nn.Module, name: str) -> bool:

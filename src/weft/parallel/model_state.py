@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from weft.config.adapter import AdapterSection
 from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
+from weft.config.training import QatSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.parallel.world import World
 
@@ -38,6 +39,7 @@ class ModelPlan:
         freeze: patterns of the names of parameters that are not trained (`weft.models.parameter_patterns`).
         sequence: number of tokens per sequence, to balance the cost of pipeline stages; 0 means unknown.
         fp8: whether the blocks' matrix products are computed in 8 bits.
+        qat: settings of quantization-aware training; None: no fake quantization.
         adapter: the adapter to train. All other parameters are frozen, in `dtype`. None trains the parameters of the
             model.
         frozen: whether all parameters are frozen, in `dtype`.
@@ -55,6 +57,7 @@ class ModelPlan:
     sequence: int = 0
     fp8: bool = False
     adapter: AdapterSection | None = None
+    qat: QatSection | None = None
     frozen: bool = False
 
     @property

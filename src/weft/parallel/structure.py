@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from weft.config.mesh import mesh_shape
 from weft.parallel.apply import assemble
 from weft.parallel.axes.pipeline import Stages
-from weft.parallel.fp8 import raise_unless_installed
 from weft.parallel.local_parameters import local
 from weft.parallel.memory.estimate import MemoryEstimate, estimate_memory
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks, state_of
+from weft.parallel.torchao import raise_unless_installed
 from weft.parallel.world import World, meshes
 from weft.torch_private import fake_ranks
 
@@ -82,7 +82,7 @@ def estimated_memory(
 def _assembled(plan: ModelPlan, ranks: int) -> Iterator[tuple[nn.Module, ModelState]]:
     """Context with rank 0's model on the meta device, and its state, in a fake process group."""
     if plan.fp8:
-        raise_unless_installed()
+        raise_unless_installed("training.fp8", "fp8")
     shape = mesh_shape(plan.parallel, ranks)
     with fake_ranks(ranks):
         world = FakeWorld(0, ranks, torch.device("meta"), shape, **meshes(shape, torch.device("cpu")))

@@ -137,6 +137,7 @@ def model_plan(config: RunConfig) -> ModelPlan:
         sequence=config.data.sequence_length or 0,
         fp8=training.fp8,
         adapter=config.adapter,
+        qat=training.qat,
     )
 
 

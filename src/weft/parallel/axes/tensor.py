@@ -219,11 +219,12 @@ def _sequence_shard(module: nn.Module, group: dist.ProcessGroup, forward: Callab
 
 def _rows(module: nn.Linear, rows: slice, forward: Callable) -> Callable:
     """Wraps a replicated linear layer's forward: computes only the output features `rows`."""
-
     if hasattr(module, "lora") or has_quantized_weight(module):
         return partial(forward, rows=rows)
 
     def call(x):
+        if hasattr(module, "weight_fake_quantizer"):
+            return forward(x)[..., rows]
         return F.linear(x, module.weight[rows], None if module.bias is None else module.bias[rows])
 
     return call
