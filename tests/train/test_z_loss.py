@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from running import QUIET, made_up_peak, metrics, replaced, train, weights  # noqa: F401
+from running import QUIET, metrics, replaced, train, weights
 from torch import nn
 
 from weft.objectives import Loss, Objective
-
-pytestmark = pytest.mark.usefixtures("made_up_peak")
 
 Z = 0.3
 SIZES = {
