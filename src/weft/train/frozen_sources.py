@@ -276,6 +276,7 @@ def frozen_plan(config: RunConfig, plan: ModelPlan, source: Source, shape: MeshS
         only_rows_from=None,
         freeze=(),
         fp8=plan.fp8 and source.start,
+        qat=plan.qat if source.start else None,
         adapter=source.adapter,
         frozen=True,
     )
