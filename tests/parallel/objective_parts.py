@@ -206,3 +206,33 @@ class Kept(Objective):
         apart = self.factor * apart * (1 - 2 * (batch.samples.abs() % 2))
         scalars = {name: (value, batch.weight.sum(dtype=torch.float64)) for name, value in each.items()}
         return Loss(-(logsigmoid(apart) * batch.sequence_weight).sum(), scalars)
+
+
+class Compared(Objective):
+    """Of two answers, one is to become likelier than a frozen model has it, counted from the other.
+
+    The frozen model is asked in each step, or once.
+    """
+
+    data = "preferences"
+    scalars = ("kept",)
+
+    def __init__(self, *, source: str = "start", once: bool = False):
+        self.frozen_models, self.once = {"kept": source}, once
+        self.cached_logprobs = {"kept_logprobs": "kept"} if once else {}
+
+    def weight(self, batch):
+        return batch.by_item(batch.learned_documents).all(-1).sum()
+
+    def prepare(self, forward, batch):
+        return {} if self.once else {"kept": self.sums(forward(self.inputs(batch), model="kept"), batch)}
+
+    def loss(self, outputs, batch):
+        kept = batch.document_values("kept_logprobs") if self.once else batch.extra["kept"]
+        counts = batch.by_item(batch.learned_documents).all(-1) * batch.share
+        apart = batch.by_item(self.sums(outputs, batch) - kept)
+        scalars = {"kept": ((batch.by_item(kept).sum(-1) * counts).sum(), counts.sum())}
+        return Loss(-(logsigmoid(0.3 * (apart[..., 0] - apart[..., 1])) * counts).sum(), scalars)
+
+    def sums(self, logprobs, batch):
+        return batch.document_sums(logprobs.double() * batch.weight)

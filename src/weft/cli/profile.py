@@ -106,11 +106,13 @@ def show_structure(args: argparse.Namespace) -> int:
     from weft.parallel.world import local_device
     from weft.train.auto_settings import choose
     from weft.train.build import model_plan
-    from weft.train.frozen_sources import check_sources, frozen_plans
+    from weft.train.frozen_sources import cached_fields, check_sources, frozen_plans
 
     config = config.model_copy(update={"training": choose(config.training, local_device(Console()))})
     states = 1 if config.optimizer.type == "muon" else 2  # tensors per parameter, mostly; AdamW has two moments
-    plan, sources = model_plan(config), check_sources(config, make_component(config.objective, "objective"))
+    plan, objective = model_plan(config), make_component(config.objective, "objective")
+    cached = cached_fields(objective).values()
+    sources = {name: source for name, source in check_sources(config, objective).items() if name not in cached}
     Console().result(structure(plan, ranks, size, states, frozen_plans(config, plan, sources, shape)))
     return 0
 

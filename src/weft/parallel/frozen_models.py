@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft.data.batches.batch import Batch
 from weft.models.adapter import is_adapter
@@ -16,6 +18,7 @@ from weft.parallel.local_parameters import local
 from weft.parallel.model_state import state_of
 from weft.parallel.objective import Objective
 from weft.parallel.passes import Passes
+from weft.parallel.ranks import all_gather_object
 
 
 class FrozenCopy:
@@ -57,6 +60,15 @@ class AdapterAtStart:
         named = model.named_parameters()
         self.trained = {name: parameter for name, parameter in named if parameter.requires_grad and is_adapter(name)}
         self.values = {name: torch.zeros_like(parameter.detach()) for name, parameter in self.trained.items()}
+
+    def digest(self) -> str:
+        """Returns a SHA-256 of the starting values, in hexadecimal. Every rank must call it."""
+        own = {}
+        for name, value in self.values.items():
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            own[name] = hashlib.sha256(full.cpu().contiguous().numpy().tobytes()).hexdigest()
+        lines = sorted({f"{name} {found}" for stage in all_gather_object(own) for name, found in stage.items()})
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @torch.no_grad()
     def capture(self) -> None:

@@ -52,6 +52,9 @@ class Objective:
     - `frozen_models`: name -> source of models that `prepare` calls and that are not trained, such as a reference or a
       teacher. A source is "start" (the model with which the run starts, also after it resumes) or the path of a run, a
       checkpoint or a Hugging Face folder.
+    - `cached_logprobs`: name of a field -> name in `frozen_models`. The field is the sum of the log-probabilities that
+      the frozen model gives to the learned tokens of each document (`Batch.document_values`). It is computed once
+      before training, and the frozen model is not in memory during training.
 
     Optional methods:
 

@@ -39,6 +39,7 @@ from weft.observe.console import Console
 from weft.parallel.objective import Objective
 from weft.parallel.stages import stages_of_rank
 from weft.parallel.world import World
+from weft.train.frozen_sources import cached_fields
 from weft.train.given_batches import GivenBatches
 from weft.train.open_source import open_source
 from weft.train.rollouts.source import RolloutSource
@@ -100,6 +101,7 @@ def layout_of(objective: object, config: RunConfig) -> Layout:
         UserError: `fields` or `sequences_per_sample` is invalid, or a field has the name of a built-in key of batches.
     """
     fields, sequences = getattr(objective, "fields", {}), getattr(objective, "sequences_per_sample", 1)
+    computed = tuple(cached_fields(objective))
     name = type(objective).__name__
     if not isinstance(fields, Mapping) or not all(isinstance(field, Field) for field in fields.values()):
         raise UserError(f"objective: {name}.fields must map names to weft.objectives.Field")
@@ -112,7 +114,9 @@ def layout_of(objective: object, config: RunConfig) -> Layout:
         raise UserError(f'objective: {name}.data is {kind!r}; set "text" or "preferences"')
     weigh_documents = bool(getattr(objective, "weigh_documents", False))
     noise = bool(getattr(objective, "embedding_noise", 0.0))  # its size depends on the number of tokens
-    return Layout(dict(fields), sequences, getattr(config.model, "vocab_size", None), weigh_documents, noise, kind)
+    fields = {**fields, **dict.fromkeys(computed, Field(dtype="float64", per_document=True))}
+    vocab_size = getattr(config.model, "vocab_size", None)
+    return Layout(fields, sequences, vocab_size, weigh_documents, noise, kind, computed)
 
 
 def open_data(config: RunConfig, world: World, console: Console | None = None, layout: Layout = PLAIN) -> Data:

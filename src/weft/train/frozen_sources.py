@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,19 @@ class Source:
     adapter: AdapterSection | None = None
 
 
+@dataclass(frozen=True)
+class CachedModel:
+    """A frozen model whose log-probabilities of documents are computed once and cached.
+
+    Attributes:
+        identity: everything on which the log-probabilities depend, except for the documents and the mesh.
+        make: function that returns the model, and loads the weights. Every rank must call it.
+    """
+
+    identity: list[Any]
+    make: Callable[[], FrozenModel]
+
+
 @dataclass
 class FrozenModels:
     """The frozen models of a run.
@@ -67,11 +80,13 @@ class FrozenModels:
         models: name -> model. A model whose results are cached is missing.
         records: name -> path and digest of the model, for checkpoints and the manifest.
         adapter: the starting values of the adapter, if a source is "start" and the run has an adapter.
+        cached: name of a field of `Objective.cached_logprobs` -> the model that gives the values of the field.
     """
 
     models: dict[str, FrozenModel] = field(default_factory=dict)
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     adapter: AdapterAtStart | None = None
+    cached: dict[str, CachedModel] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns saved name -> tensor to save in a checkpoint, or to fill from one: the adapter's starting values."""
@@ -193,11 +208,37 @@ def build_frozen(
         record = {"path": None if path is None else str(path.absolute()), "digest": digest}
         _raise_if_changed(source, record, state.get("frozen_models", {}).get(name))
         found.records[name] = record
-        if shared is not None:
-            found.models[name] = shared
+        plan = trained.plan if shared is not None else frozen_plan(job.config, trained.plan, source, world.shape)
+
+        def make(shared=shared, plan=plan, source=source, path=path) -> FrozenModel:
+            return shared or FrozenCopy(_load_copy(job, plan, source, path))
+
+        fields = [key for key, model in cached_fields(objective).items() if model == name]
+        if fields:
+            adapter, start = trained.plan.adapter, []
+            if shared is not None and adapter is not None:
+                start = [adapter.model_dump(mode="json", exclude={"from_"}), shared.digest()]
+            section = source.section.model_dump(mode="json", exclude={"from_", "path", "load_optimizer"})
+            identity = [digest, start, section, str(plan.dtype), plan.fp8]
+            found.cached |= dict.fromkeys(fields, CachedModel(identity, make))
         else:
-            plan = frozen_plan(job.config, trained.plan, source, world.shape)
-            found.models[name] = FrozenCopy(_load_copy(job, plan, source, path))
+            found.models[name] = make()
+
+
+def cached_fields(objective: object) -> dict[str, str]:
+    """Returns the objective's `cached_logprobs`: name of a field of documents -> name of a frozen model.
+
+    Raises:
+        UserError: a value is not a name in `frozen_models`.
+    """
+    found = dict(getattr(objective, "cached_logprobs", None) or {})
+    for key, model in found.items():
+        if model not in (getattr(objective, "frozen_models", None) or {}):
+            name = type(objective).__name__
+            raise UserError(
+                f"objective: {name}.cached_logprobs[{key!r}] is {model!r}, which `frozen_models` does not have; add it"
+            )
+    return found
 
 
 def _identify(source: Source, trained: ModelState, world: World, *, shared: bool) -> tuple[Path | None, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from weft.config.components import make_component
 from weft.config.data import DatasetSection
 from weft.config.derive import sequence_length
@@ -40,7 +42,8 @@ def open_source(
             "dataset",
             chosen,
         )
-    objective, needs = config.objective.type, ObjectiveData(layout.data, tuple(layout.fields))
+    stored = {name: declared for name, declared in layout.fields.items() if name not in layout.computed}
+    objective, needs = config.objective.type, ObjectiveData(layout.data, tuple(stored))
     store, length, packing = TokenStore(chosen), sequence_length(config), config.data.packing
     what = mismatch(objective, needs, store.info.kind, store.fields)
     if what is not None:
@@ -48,9 +51,10 @@ def open_source(
     if console is not None and (unused := sorted(store.fields.keys() - layout.fields.keys())):
         console.warning(f"{chosen}: the objective {objective} does not use the field {unused[0]!r} of the documents")
     if packing in ("best_fit", "pad"):
-        values = {name: store.fields[name].astype(declared.dtype) for name, declared in layout.fields.items()}
+        values = {name: store.fields[name].astype(declared.dtype) for name, declared in stored.items()}
+        values |= {name: np.zeros(store.num_documents) for name in layout.computed}  # set by `fill_logprobs`
         dataset = PackedDataset(store, length, pad=packing == "pad", values=values, console=console)
         return dataset, store.info
-    if needs.whole:
+    if needs.whole or layout.computed:
         raise UserError(f"data.packing: {would_split(objective, needs)}", chosen)
     return StoreDataset(store, length, document_attention=config.data.document_attention), store.info

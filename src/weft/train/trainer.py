@@ -31,6 +31,7 @@ from weft.parallel.world import World, start_world
 from weft.processes import signal_handler
 from weft.train.before_packing import check_before_packing
 from weft.train.build import Built, build, components, compressor, make_schedule, restore
+from weft.train.cached_logprobs import fill_logprobs
 from weft.train.frozen_sources import build_frozen, open_frozen
 from weft.train.job import prepare
 from weft.train.loop import Loop
@@ -295,7 +296,7 @@ class Trainer:
         world.agree(lambda: job.run.write_config(job.config), only_first=True)
         schedule = world.agree(lambda: make_schedule(job.config, built.data.length.steps))
         sampler = world.agree(lambda: Sampler(job, model))
-        return self.loop(
+        loop = self.loop(
             job=job,
             data=built.data,
             model=model,
@@ -311,6 +312,11 @@ class Trainer:
             tokens=int(built.state.get("tokens", 0)),
             replay=not built.state.get("validated", True),
         )
+        with ExitStack() as cleanup:
+            cleanup.callback(loop.recorder.close)
+            fill_logprobs(job, built.data, built.frozen, loop.passes)
+            cleanup.pop_all()
+        return loop
 
     def _pack_sources(self) -> None:
         """Packs raw data before ranks communicate. Of the ranks that share a cache, one packs and the others wait."""

@@ -87,6 +87,7 @@ class Layout:
         separate_padding: whether padding on the right gets a segment of its own, as padding on the left always does, so
             that it does not count as tokens of the document.
         data: "preferences" if samples must consist of items of two documents, a chosen and a rejected answer.
+        computed: names of the fields that are computed before training; token stores do not have them.
     """
 
     fields: Mapping[str, Field] = field(default_factory=dict)
@@ -95,6 +96,7 @@ class Layout:
     weigh_documents: bool = False
     separate_padding: bool = False
     data: str = "text"
+    computed: tuple[str, ...] = ()
 
     @property
     def lead(self) -> tuple[int, ...]:
