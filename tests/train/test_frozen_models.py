@@ -151,6 +151,9 @@ def test_mistakes_are_one_line(write, tmp_path, tiny_tokenizer, capsys):
     assert train(file) == 2
     assert "packed" not in refused(capsys, f"objective.source: {tmp_path / 'absent'}: this path does not exist")
 
+    assert train(write("built-in", model, source=None), "objective={type: distill, teacher: no/model}") == 2
+    refused(capsys, "objective.teacher: no/model: there is no such run, checkpoint or folder")
+
     base_model(tmp_path / "small", "Llama", SMALL | {"vocab_size": 300})
     assert train(write("size", model, source=tmp_path / "small")) == 2
     refused(capsys, "objective.source", "300 ids, but the run's model has 512 (model.vocab_size)")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 
 from weft.config.adapter_rules import check_adapter_section
 from weft.config.custom_components import check_components
@@ -16,6 +17,7 @@ from weft.config.header_rules import check_headers
 from weft.config.legal_mesh import SIZES, reasons_against
 from weft.config.mesh import ParallelSection
 from weft.config.model_rules import known_model, model_mistakes
+from weft.config.model_source import newest_checkpoint
 from weft.config.python_source import NotFound, find_class
 from weft.config.rollout_rules import check_rollouts
 from weft.config.signature import has_attribute
@@ -59,6 +61,7 @@ def apply_rules(draft: Draft, *, check_data: bool) -> list[Problem]:
     else:
         check_warm_up(draft, "schedule.warmup_steps", steps, 20)
     _check_fine_tuning(draft)
+    _check_frozen_models(draft)
     _check_trained_rows(draft)
     check_adapter_section(draft)
     _check_recomputation(draft)
@@ -184,6 +187,16 @@ def _check_fine_tuning(draft: Draft) -> None:
     if draft.get("objective.loss") == "sequences" and unknown:
         what = "sequences needs to know the documents of a sequence; set data.packing to best_fit"
         draft.report("objective.loss", f"{what}, or data.document_attention to true", "data.packing")
+
+
+def _check_frozen_models(draft: Draft) -> None:
+    """Reports a `reference` or `teacher` of a built-in objective if the path has no model."""
+    for key in ("objective.reference", "objective.teacher"):
+        chosen = draft.get(key)
+        if isinstance(chosen, str) and chosen != "start" and ":" not in draft.get("objective.type"):
+            found = newest_checkpoint(Path(chosen))
+            if isinstance(found, str):
+                draft.report(key, f"{chosen}: {found}")
 
 
 def _check_trained_rows(draft: Draft) -> None:

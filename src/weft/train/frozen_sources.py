@@ -219,7 +219,7 @@ def build_frozen(
             if shared is not None and adapter is not None:
                 start = [adapter.model_dump(mode="json", exclude={"from_"}), shared.digest()]
             section = source.section.model_dump(mode="json", exclude={"from_", "path", "load_optimizer"})
-            identity = [digest, start, section, str(plan.dtype), plan.fp8]
+            identity = [digest, start, section, str(plan.dtype), plan.fp8, str(plan.qat)]
             found.cached |= dict.fromkeys(fields, CachedModel(identity, make))
         else:
             found.models[name] = make()
