@@ -162,6 +162,22 @@ def architecture(checkpoint: Path) -> ModelSection | TransformersModelSection | 
         ) from error
 
 
+def start_without_head(section: Any, checkpoint: Path) -> Callable[[str], bool] | None:
+    """Returns `select` for `load` if a model with `num_labels` starts from a model without; else None.
+
+    Then the head `score` keeps its initial values, and the output head of the checkpoint is not loaded.
+
+    Args:
+        section: the `model` section of the run.
+        checkpoint: a path that `resolve` returned.
+    """
+    heads = ("score.weight", "lm_head.weight")
+    labels = [getattr(one, "num_labels", None) for one in (section, architecture(checkpoint))]
+    if labels[0] is None or labels[1] is not None:
+        return None
+    return lambda name: name not in heads
+
+
 def load(
     checkpoint: str | Path,
     *,

@@ -17,7 +17,7 @@ from weft.config.model_rules import model_mistakes
 from weft.config.model_sections import ExpertsSection, LatentAttentionSection
 from weft.config.suggest import did_you_mean
 from weft.errors import UserError
-from weft.families import Family, family_of
+from weft.families import Family, classifier_of, family_of
 from weft.families.config_json import CONFIG, read_config
 from weft.families.mapping import SAME, activation
 
@@ -92,7 +92,7 @@ def _read(config: dict[str, Any]) -> tuple[dict[str, Any], ModelSection]:
         ids = value if key == "eos_token_id" and isinstance(value, list) else [value]
         if value is not None and not all(type(one) is int for one in ids):
             raise UserError(f"{key}: {reprlib.repr(value)} is not a token id; it must be an integer")
-    keys = family.from_hf(dict(config))
+    keys = family.from_hf(dict(config)) | _labels(config, family)
     try:
         return keys, ModelSection(**keys)
     except ValidationError as error:
@@ -104,6 +104,23 @@ def _read(config: dict[str, Any]) -> tuple[dict[str, Any], ModelSection]:
     what = f"is {kind}" if kind else f"is not valid: {mistake['msg'].replace('Input should', 'it must')}"
     ours = ".".join(path)
     raise UserError(f"{family.KEYS.get(ours, ours)}: {reprlib.repr(value)} {what}")
+
+
+def _labels(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the key `num_labels` for the config.json of a reward model, a classifier with one label; {} for others.
+
+    Raises:
+        UserError: the classifier has several labels.
+    """
+    if classifier_of(family) not in (config.get("architectures") or []):
+        return {}
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)  # Transformers' default is 2
+    if count != 1:
+        raise UserError(
+            f"id2label: a classifier with {count} labels is not supported; use a reward model, with one label"
+        )
+    return {"num_labels": 1}
 
 
 def folder_model_keys(path: str | Path) -> dict[str, Any]:

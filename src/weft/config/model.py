@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from weft.config.model_sections import AttentionPatternSection, ExpertsSection, LatentAttentionSection, RopeScaling
 from weft.config.section import Component, CustomClass, Folder, Section
@@ -149,7 +149,12 @@ class ModelSection(Section):
     mlp_bias: bool = False
     """Whether the MLP has biases."""
     tie_word_embeddings: bool = False
-    """Whether the output head shares the embedding's matrix."""
+    """Whether the output head shares the embedding's matrix. False with `num_labels`."""
+    num_labels: Literal[1] | None = None
+    """1 replaces the output head by a head `score` with one output, for `objective: {type: reward}`. The model returns
+    a score for each token, and is a model `...ForSequenceClassification` in Hugging Face's files. If the model in
+    `from` has no such head, the head is new. Default: the model predicts tokens.
+    """
     embedding_multiplier: float = Field(1.0, gt=0)
     """Number by which the embedded tokens are multiplied."""
     attention_multiplier: float | None = Field(None, gt=0)
@@ -178,6 +183,12 @@ class ModelSection(Section):
     """
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of the initial weights (see `initialization`)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _score_is_not_tied(cls, given: Any) -> Any:
+        """Unties the output head, which a model with `num_labels` does not have."""
+        return {**given, "tie_word_embeddings": False} if isinstance(given, dict) and given.get("num_labels") else given
 
     def slides(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has the sliding window."""
@@ -269,10 +280,11 @@ class ModelSection(Section):
             raise ValueError("vocab_size is not set")
         layers = [self.layer_size(layer) for layer in range(self.num_hidden_layers)]
         embedding = vocabulary * self.hidden_size
-        others = embedding * (1 if self.tie_word_embeddings else 2) + self._norm
+        head = embedding if self.num_labels is None else self.num_labels * self.hidden_size
+        others = embedding + (0 if self.tie_word_embeddings else head) + self._norm
         if self.position == "learned":
             others += self.max_position_embeddings * self.hidden_size
-        return ModelSize(sum(one.parameters for one in layers) + others, sum(one.matmul for one in layers) + embedding)
+        return ModelSize(sum(one.parameters for one in layers) + others, sum(one.matmul for one in layers) + head)
 
     def resolved(self) -> dict[str, Any]:
         """Returns the values of all keys, including derived values such as `head_dim`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import pkgutil
+import re
 import reprlib
 from functools import cache
 from importlib import import_module
@@ -32,6 +33,8 @@ class Family(Protocol):
         KEYS: keys of `model:` -> keys of config.json (made with `weft.families.mapping.same`).
         WEIGHTS: the names and layouts of parameters in Hugging Face's files.
         PRESETS: name of a preset -> keys of `model:`, for published sizes; optional.
+        CLASSIFIER: Transformers' class `...ForSequenceClassification` of the family, None if there is none; optional,
+            default: named like the first class of `ARCHITECTURES`.
     """
 
     __doc__: str | None
@@ -62,13 +65,19 @@ def families() -> dict[str, Family]:
     return {name: cast(Family, module) for name, module in found.items()}
 
 
+def classifier_of(family: Family) -> str | None:
+    """Returns Transformers' class for the family's models with `num_labels`; None if there is no such class."""
+    name = re.sub("(ForCausalLM|LMHeadModel)$", "ForSequenceClassification", family.ARCHITECTURES[0])
+    return getattr(family, "CLASSIFIER", name)
+
+
 def family_of(config: dict[str, Any]) -> Family:
     """Returns the family of a config.json, by `architectures` or, if this key is missing, by `model_type`.
 
     Raises:
         UserError: no family supports the config.json, or `architectures` and `model_type` contradict each other.
     """
-    known = {name: family for family in families().values() for name in family.ARCHITECTURES}
+    known = {name: family for family in families().values() for name in (*family.ARCHITECTURES, classifier_of(family))}
     architectures = config.get("architectures") or []
     architectures = architectures if isinstance(architectures, list) else [architectures]
     for name in architectures:
@@ -83,7 +92,7 @@ def family_of(config: dict[str, Any]) -> Family:
             f"architectures: missing, and model_type {config.get('model_type')!r} is not a built-in family; set "
             "architectures, or train the model with `model: {type: hf, path: ...}`"
         )
-    near = difflib.get_close_matches(str(architectures[0]), known, 1, cutoff=0.0)
+    near = difflib.get_close_matches(str(architectures[0]), filter(None, known), 1, cutoff=0.0)
     raise UserError(
         f"architectures: unknown architecture {architectures[0]!r}; the closest built-in one is {near[0]} "
         "(`weft models` lists all); to train any model of transformers, data parallel only, use `model: {type: hf, "

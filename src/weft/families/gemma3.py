@@ -11,6 +11,7 @@ from weft.families.mapping import read, read_layer_types, read_window, size, wri
 from weft.families.rope_keys import read_rope, rope_type, write_rope
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
+CLASSIFIER = "Gemma3TextForSequenceClassification"
 MODEL_TYPE = "gemma3_text"
 # Transformers' Gemma 3 ignores `attn_logit_softcapping`.
 KEYS = {key: hf_key for key, hf_key in gemma2.KEYS.items() if key != "attn_logit_softcapping"}

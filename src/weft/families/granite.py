@@ -6,6 +6,7 @@ from weft.families import llama
 from weft.families.mapping import renaming, same, size
 
 ARCHITECTURES = ("GraniteForCausalLM",)
+CLASSIFIER = None
 MODEL_TYPE = "granite"
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 KEYS = same("head_dim", "hidden_act", "attention_bias", "mlp_bias", *_MULTIPLIERS)

@@ -8,6 +8,7 @@ from weft.families import llama, qwen3_moe
 from weft.families.mapping import refuse, renaming, same, size
 
 ARCHITECTURES = ("OlmoeForCausalLM",)
+CLASSIFIER = None
 MODEL_TYPE = "olmoe"
 KEYS = same("hidden_act", "attention_bias", "clip_qkv") | {
     "moe.num_experts": "num_experts",

@@ -81,8 +81,12 @@ def make_runner(model: nn.Module, *, cache: bool = True, apart: bool = False, co
         compiled: whether to compile decoding steps (see `CompiledDecoding`).
 
     Raises:
-        UserError: `compiled` is True, but decoding steps of this model cannot be compiled.
+        UserError: `compiled` is True, but decoding steps of this model cannot be compiled; or it is a reward model.
     """
+    if isinstance(model, Decoder) and model.config.num_labels:
+        raise UserError(
+            "this is a reward model (num_labels: 1), which cannot generate; use the model that it started from"
+        )
     if cache and isinstance(model, Decoder):
         return PagedRunner(model, apart, compiled)
     if compiled:

@@ -115,7 +115,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The built-in decoder: maps token ids to logits, or to the log-probabilities of labels.
+    """The built-in decoder: maps token ids to logits, to the log-probabilities of labels, or to scores.
 
     Args:
         config: the `model:` section; `vocab_size` must be set. Parameters are created on the current device, which can
@@ -149,7 +149,9 @@ class Decoder(nn.Module):
         # Layers that belong to other stages are None.
         self.begins, self.ends = True, True
         self.dtype: torch.dtype | None = None
-        self.lm_head = None if config.tie_word_embeddings else nn.Linear(hidden_size, config.vocab_size, bias=False)
+        has_head = not (config.tie_word_embeddings or config.num_labels)
+        self.lm_head = nn.Linear(hidden_size, config.vocab_size, bias=False) if has_head else None
+        self.score = nn.Linear(hidden_size, config.num_labels, bias=False) if config.num_labels else None
 
     def forward(
         self,
@@ -187,8 +189,8 @@ class Decoder(nn.Module):
 
         Returns:
             Logits `[batch, seq, vocab]`; with `labels`, the labels' log-probabilities `[batch, seq]`, in nats, computed
-            without materializing all logits. Both are at least float32. In a pipeline stage without the head, the
-            residual stream `[batch, seq, hidden]`.
+            without materializing all logits. With `num_labels: 1` in the configuration, scores `[batch, seq]`. All are
+            at least float32. In a pipeline stage without the head, the residual stream `[batch, seq, hidden]`.
         """
         config, seq = self.config, tokens.shape[1]
         if positions is None:
@@ -230,6 +232,9 @@ class Decoder(nn.Module):
         The other arguments and the result are as in `forward`.
         """
         config = self.config
+        if self.score is not None:
+            scores = self.score(self.norm(x).to(self.score.weight.dtype)).squeeze(-1)
+            return scores.to(torch.promote_types(scores.dtype, torch.float32))
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         x = self.norm(x if logits_to_keep is None else self.select(x, logits_to_keep)).to(head.dtype)
         softcap, divisor = config.logit_softcap, config.logits_scaling * temperature

@@ -13,7 +13,7 @@ from weft.config.huggingface_config import check_table, model_keys
 from weft.config.model import ModelSection
 from weft.config.model_sections import BALANCE
 from weft.errors import UserError
-from weft.families import families
+from weft.families import classifier_of, families
 from weft.families.mapping import Weight
 from weft.models.decoder import Decoder
 
@@ -62,10 +62,17 @@ def to_config_json(section: ModelSection) -> dict[str, Any]:
     family = families()[section.family]
     check_table(family)
     _refuse_custom_components(section)
+    architecture = family.ARCHITECTURES[0]
+    if section.num_labels and (architecture := classifier_of(family)) is None:
+        raise UserError(
+            f"model.num_labels: Transformers has no reward models of the family {section.family}; load the model with "
+            "Weft (weft.load_model)"
+        )
     written = {
-        "architectures": [family.ARCHITECTURES[0]],
+        "architectures": [architecture],
         "model_type": family.MODEL_TYPE,
         **family.to_hf(section.resolved()),
+        **({"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if section.num_labels else {}),
     }
     expected, read_back = _architecture(section), _architecture(ModelSection(**model_keys(dict(written))))
     for key, value, other in _differences(expected, read_back):
@@ -141,7 +148,7 @@ def tensor_mapping(section: ModelSection) -> Iterator[tuple[str, str, Transform 
         UserError: the family's table has no entry for a tensor, or the model has a custom component.
     """
     _refuse_custom_components(section)
-    table = {weight.name: weight for weight in families()[section.family].WEIGHTS}
+    table = {weight.name: weight for weight in (*families()[section.family].WEIGHTS, Weight("score", "score"))}
     with torch.device("meta"):
         model = Decoder(section)
     order = {name: index for index, name in enumerate(table)}

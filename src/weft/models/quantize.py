@@ -58,7 +58,7 @@ def quantize(model: Any, how: str) -> None:
                 setattr(module, name, _quantized(weight, bits))
             module.product = _grouped
     if isinstance(model, Decoder):
-        if model.lm_head is None:
+        if model.lm_head is None and model.score is None:
             head_copy: Any = QuantizedLinear(_quantized(model.embed_tokens.weight, bits))
             model.lm_head = head_copy
         model.logits, model.token_logprobs = _logits, _token_logprobs
@@ -85,7 +85,9 @@ def fill_quantized(model: nn.Module, blocks: Mapping[str, Callable[[], Iterable[
     quantized = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
     for name, read in blocks.items():
         weights = [quantized[name]] if name in quantized else []
-        if name == "embed_tokens.weight" and "lm_head.weight" not in blocks:  # a tied head
+        if (
+            name == "embed_tokens.weight" and "lm_head.weight" in quantized and "lm_head.weight" not in blocks
+        ):  # a tied head
             weights.append(quantized["lm_head.weight"])
         row = 0
         for block in read():
@@ -118,6 +120,8 @@ def linears_to_quantize(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.L
                 continue
             if isinstance(parent, LatentAttention) and name == "kv_b_proj":
                 continue  # decoding multiplies by parts of this matrix, transposed (`absorbed`)
+            if isinstance(parent, Decoder) and name == "score":
+                continue  # a single row, and what the model is for
             yield parent, name, module
 
 

@@ -22,7 +22,10 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
     roles: dict[str, str] = {}
     names = {name for name, _ in model.named_parameters()}
     if isinstance(model, Decoder):
-        head, norms = model.lm_head, (*NORM_TYPES, type(model.norm))  # the norm may be a custom component
+        head, norms = (
+            model.lm_head or model.score,
+            (*NORM_TYPES, type(model.norm)),
+        )  # the norm may be a custom component
     else:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         norms = NORM_TYPES

@@ -9,6 +9,7 @@ sharded matrices, and reduce-scatter their output. Rules are keyed by a pattern 
 | "embedding" | a module | rows sharded; takes all token ids, returns the rank's shard of the sequence |
 | "head" | a module | rows sharded; all-gathers the input, returns full logits |
 | "positions" | a module | replicated; takes all positions, returns the rank's shard of the sequence |
+| "scores" | a module | replicated; all-gathers the output |
 | "norm" | a module | an RMS norm whose input vector is sharded |
 | 0, 1, 2 | a parameter | sharded along this dim, `Shard(dim)` |
 | "added" | a parameter | replicated, and added to a partial output: each rank adds 1 / ranks of it |
@@ -28,7 +29,7 @@ from typing import Literal
 from weft.config.adapter import is_stacked, layer_of
 from weft.config.model import ModelSection
 
-Kind = Literal["part", "embedding", "positions", "norm", "head", "added"]
+Kind = Literal["part", "embedding", "positions", "norm", "head", "scores", "added"]
 ShardingRule = int | Kind
 
 
@@ -45,6 +46,7 @@ def decoder_sharding(config: ModelSection, ranks: int) -> dict[str, ShardingRule
         "embed_tokens.weight": 0,
         "embed_positions": "positions",
         "lm_head.weight": 0,
+        "score": "scores",
         "layers.*.attention": "part",
         "layers.*.q_proj.*": 0,
         "layers.*.q_b_proj.*": 0,

@@ -297,8 +297,7 @@ def _logits(group: dist.ProcessGroup) -> Callable:
 def _select(group: dist.ProcessGroup) -> Callable:
     """Returns a function from (`hidden`, indices of tokens in full sequences) to this rank's share of these tokens.
 
-    The function all-gathers `hidden`, selects the tokens, pads the selection to a multiple of the number of ranks, and
-    returns one shard.
+    It all-gathers `hidden`, selects the tokens, pads them to a multiple of the number of ranks, and returns one shard.
     """
 
     def call(hidden, tokens):
@@ -347,4 +346,5 @@ _WRAPPERS: dict[str, tuple[Callable[[nn.Module, dist.ProcessGroup, Callable], Ca
     "positions": (_sequence_shard, "this rank's shard of the sequence"),
     "head": (_head, "all-gather the sequence, all-gather the logits"),
     "norm": (_norm, "all-reduce the mean square"),
+    "scores": (lambda _, *arguments: _full_output(*arguments), "all-gather the sequence of the scores"),
 }
