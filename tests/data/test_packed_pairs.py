@@ -145,3 +145,23 @@ def test_sums_of_packed_documents_are_those_of_each_document_alone(tmp_path):
             assert abs(sums[row, column] - alone) <= 1e-10
             checked += 1
     assert batch.by_item(batch.learned_documents).all(-1).sum() * 2 == checked
+
+
+@pytest.mark.parametrize("kind", ["preferences", "conversations"])
+def test_the_last_token_of_a_document_is_an_input_where_asked_for(tmp_path, kind):
+    store, lengths, mask = make_pairs(tmp_path / "a", kind=kind)
+    starts, found = np.cumsum(lengths) - lengths, []
+    dataset = PackedDataset(store, LENGTH, last_tokens=True)
+    for number in range(len(dataset)):
+        sample, documents = dataset[number], dataset.documents(number)
+        found += documents.tolist()
+        for place, document in enumerate(documents):
+            own = sample["segments"] == place
+            inputs = np.arange(starts[document], starts[document] + lengths[document])
+            assert sample["tokens"][own].tolist() == inputs.tolist()
+            assert sample["labels"][own][:-1].tolist() == inputs[1:].tolist()
+            assert sample["weight"][own].tolist() == [*mask[inputs[1:]], 0]
+    sizes = lengths.reshape(-1, 2 if kind == "preferences" else 1)
+    learned = np.array([mask[a + 1 : a + n].any() for a, n in zip(starts, lengths, strict=True)])
+    usable = (sizes.sum(1) <= LENGTH) & learned.reshape(sizes.shape).all(1)
+    assert sorted(found) == np.flatnonzero(np.repeat(usable, sizes.shape[1])).tolist()

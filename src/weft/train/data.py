@@ -113,10 +113,12 @@ def layout_of(objective: object, config: RunConfig) -> Layout:
     if kind not in ("text", "preferences"):
         raise UserError(f'objective: {name}.data is {kind!r}; set "text" or "preferences"')
     weigh_documents = bool(getattr(objective, "weigh_documents", False))
-    noise = bool(getattr(objective, "embedding_noise", 0.0))  # its size depends on the number of tokens
+    last_tokens = bool(getattr(objective, "last_tokens", False))
+    # The size of noise, and which token is a document's last, depend on the number of tokens.
+    separate = bool(getattr(objective, "embedding_noise", 0.0)) or last_tokens
     fields = {**fields, **dict.fromkeys(computed, Field(dtype="float64", per_document=True))}
     vocab_size = getattr(config.model, "vocab_size", None)
-    return Layout(fields, sequences, vocab_size, weigh_documents, noise, kind, computed)
+    return Layout(fields, sequences, vocab_size, weigh_documents, separate, kind, computed, last_tokens)
 
 
 def open_data(config: RunConfig, world: World, console: Console | None = None, layout: Layout = PLAIN) -> Data:
@@ -204,7 +206,10 @@ def open_held_out(
             ranks=world.data_ranks,
             layout=layout,
         )
-        text = bytes_per_token(info.tokens, info.documents, info.bytes, info.eod_id) if info is not None else None
+        text = None
+        # With pairs or values of documents, the loss is not a number of nats per token.
+        if info is not None and info.kind != "preferences" and not layout.fields:
+            text = bytes_per_token(info.tokens, info.documents, info.bytes, info.eod_id)
         held_out.append(HeldOut(name, batches(), batches(limit=limit), text))
         stores |= {"validation" + f"/{name}" * bool(name): info} if info is not None else {}
     return tuple(held_out), stores

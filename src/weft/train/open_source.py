@@ -53,7 +53,8 @@ def open_source(
     if packing in ("best_fit", "pad"):
         values = {name: store.fields[name].astype(declared.dtype) for name, declared in stored.items()}
         values |= {name: np.zeros(store.num_documents) for name in layout.computed}  # set by `fill_logprobs`
-        dataset = PackedDataset(store, length, pad=packing == "pad", values=values, console=console)
+        pad, last = packing == "pad", layout.last_tokens
+        dataset = PackedDataset(store, length, pad=pad, values=values, last_tokens=last, console=console)
         return dataset, store.info
     if needs.whole or layout.computed:
         raise UserError(f"data.packing: {would_split(objective, needs)}", chosen)

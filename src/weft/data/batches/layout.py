@@ -88,6 +88,7 @@ class Layout:
             that it does not count as tokens of the document.
         data: "preferences" if samples must consist of items of two documents, a chosen and a rejected answer.
         computed: names of the fields that are computed before training; token stores do not have them.
+        last_tokens: whether the last token of each document is an input, too, without a label.
     """
 
     fields: Mapping[str, Field] = field(default_factory=dict)
@@ -97,6 +98,7 @@ class Layout:
     separate_padding: bool = False
     data: str = "text"
     computed: tuple[str, ...] = ()
+    last_tokens: bool = False
 
     @property
     def lead(self) -> tuple[int, ...]:

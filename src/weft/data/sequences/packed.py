@@ -27,12 +27,15 @@ class PackedDataset:
 
     A preference pair is never split over sequences: its chosen answer is the document with an even index 2k in
     `segments`, and its rejected answer has the index 2k + 1. Pairs longer than a sequence, and pairs of which an answer
-    has no learned token, are left out. The same holds for each document if the samples have values per document.
+    has no learned token, are left out. The same holds for each document if the samples have values per document, or
+    `last_tokens`.
 
     Args:
         store: a token store. The weight of a label is its token's loss mask, or 1 without a mask.
         sequence_length: number of inputs per sample.
         pad: whether each sequence has only one document (or slice of a document, or pair), and padding.
+        last_tokens: whether a document of n tokens has n inputs, the last one without a label. Then documents are not
+            split.
         values: name -> value of each document of the store `[documents]`. The samples have each value at the tokens of
             its document; see `Field.per_document`.
         console: shows the progress of building the index, and then the text of `describe`.
@@ -56,13 +59,14 @@ class PackedDataset:
         sequence_length: int,
         *,
         pad: bool = False,
+        last_tokens: bool = False,
         values: Mapping[str, np.ndarray] | None = None,
         console: Console | None = None,
     ):
         self.store, self.length, self.values = store, sequence_length, dict(values or {})
-        self.pairs = store.info.kind == "preferences"
-        whole = self.pairs or bool(self.values)
-        self.index = packing_index(store, sequence_length, console, "pad" if pad else "best_fit", whole=whole)
+        self.pairs, self.last_tokens = store.info.kind == "preferences", last_tokens
+        whole, method = self.pairs or bool(self.values) or last_tokens, "pad" if pad else "best_fit"
+        self.index = packing_index(store, sequence_length, console, method, whole=whole, last_tokens=last_tokens)
         self.samples, self.inputs, self.unlearnable = self.index.sequences, self.index.inputs, self.index.unlearnable
         self.too_long, self.whole = self.index.too_long, whole
         if self.samples < 1 and whole:
@@ -111,7 +115,8 @@ class PackedDataset:
         documents = items.astype(np.int64)
         if self.pairs:
             documents = (2 * documents[:, None] + np.arange(2)).reshape(-1)
-            sizes = self.store.lengths[documents].astype(np.int64) - 1
+        if self.pairs or self.last_tokens:
+            sizes = self.store.lengths[documents].astype(np.int64) - 1 + self.last_tokens
         return documents, sizes, slice_
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -119,7 +124,7 @@ class PackedDataset:
         documents, sizes, slice_ = self._contents(index)
         first = store.offsets[documents] // store.tokens.dtype.itemsize
         # A document's remainder is its end, after its full-length slices.
-        first = first + (store.lengths[documents] - 1 - sizes if slice_ < 0 else slice_ * length)
+        first = first + (np.maximum(store.lengths[documents] - 1 - sizes, 0) if slice_ < 0 else slice_ * length)
         ends = np.cumsum(sizes)
         begins, filled = ends - sizes, int(ends[-1])
         places = np.arange(length, dtype=np.int64)
@@ -128,9 +133,12 @@ class PackedDataset:
         positions = places - np.append(begins, filled)[segments]
         source = np.repeat(first - begins, sizes) + places[:filled]  # position of each input in the store
         tokens, labels = np.full((2, length), store.info.eod_id, np.int64)
-        tokens[:filled], labels[:filled] = store.tokens[source], store.tokens[source + 1]
+        following = np.minimum(source + 1, len(store.tokens) - 1)
+        tokens[:filled], labels[:filled] = store.tokens[source], store.tokens[following]
         weight = np.zeros(length, np.float32)
-        weight[:filled] = 1 if store.loss_mask is None else store.loss_mask[source + 1]
+        weight[:filled] = 1 if store.loss_mask is None else store.loss_mask[following]
+        if self.last_tokens:
+            weight[ends - 1] = 0  # the label is the next document's first token
         sample = {"tokens": tokens, "labels": labels, "weight": weight, "positions": positions, "segments": segments}
         for name, values in self.values.items():
             sample[name] = np.zeros(length, values.dtype)  # of padding too

@@ -16,6 +16,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,10 +99,11 @@ class _Request:
     length: int
     method: str
     whole: bool
+    last_tokens: bool
 
     @property
     def name(self) -> str:
-        return f"{self.method}{'-whole' * self.whole}-{self.length}"
+        return f"{self.method}{'-whole' * self.whole}{'-last' * self.last_tokens}-{self.length}"
 
     @property
     def digest(self) -> str:
@@ -117,6 +119,7 @@ def packing_index(
     method: str = "best_fit",
     *,
     whole: bool = False,
+    last_tokens: bool = False,
 ) -> PackingIndex:
     """Opens the store's index for sequences of `length` tokens, and builds the index first if it does not exist.
 
@@ -128,11 +131,12 @@ def packing_index(
     Args:
         method: "best_fit", or "pad" for one item per sequence.
         whole: whether to pack items that are never split, and to leave out items without learned labels.
+        last_tokens: whether the last token of each document is an input, too. Requires `whole`.
 
     Raises:
         UserError: the index cannot be written.
     """
-    request = _Request(store, length, method, whole)
+    request = _Request(store, length, method, whole, last_tokens)
     name = request.name
     places = [store.path / "packing" / name, cache_folder() / "packing" / store.info.idx_sha256[:16] / name]
     for place in places:
@@ -200,7 +204,7 @@ def _write(folder: Path, request: _Request, console: Console) -> None:
     The first pass counts the items of each size; the second sorts the items by size.
     """
     store, length = request.store, request.length
-    blocks = _items if request.whole else _documents
+    blocks = partial(_items, last_tokens=request.last_tokens) if request.whole else _documents
     items = store.num_documents // (store.info.item_documents if request.whole else 1)
     counts = np.zeros(length + 1, np.int64)
     long = full = unlearnable = too_long = 0
@@ -280,7 +284,7 @@ def _documents(store: TokenStore, length: int) -> Iterator[_Block]:
         yield _Block(start, remainders, at, slices.astype(np.int64), unlearnable)
 
 
-def _items(store: TokenStore, length: int) -> Iterator[_Block]:
+def _items(store: TokenStore, length: int, last_tokens: bool) -> Iterator[_Block]:
     """Yields blocks of items, which are not split. Items without learned labels, and too long ones, have size 0."""
     step, none = store.info.item_documents, np.zeros(0, np.int64)
     for first, stop, begin, end in document_blocks(store.lengths, step):
@@ -292,7 +296,7 @@ def _items(store: TokenStore, length: int) -> Iterator[_Block]:
             learned = before[ends] - before[ends - sizes]  # the first token of a document is no label
         release_pages(store.lengths, store.loss_mask)
         learnable = (learned.reshape(-1, step) > 0).all(1)
-        sizes = sizes.reshape(-1, step).sum(1)
+        sizes = (sizes + last_tokens).reshape(-1, step).sum(1)
         fits = sizes <= length
         left_out = int(np.count_nonzero(~learnable)), int(np.count_nonzero(learnable & ~fits))
         yield _Block(first // step, np.where(learnable & fits, sizes, 0), none, none, *left_out)
