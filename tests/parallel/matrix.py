@@ -103,6 +103,15 @@ def _grpo(sequences: int, **objective: Any) -> dict:
     }
 
 
+def _items(objective: str, field: str | None = None, **arguments: Any) -> dict:
+    data = {"type": "matrix_parts:Items", **({} if field is None else {"field": field})}
+    return {
+        "objective": {"type": objective, **arguments},
+        "data": {"train": data, "validation": {**data, "count": 7}},
+        "validation": {"every": 2, "micro_batch_size": 3},
+    }
+
+
 _KEPT = {"type": "objective_parts:Kept"}
 _DISTILL = {"type": "distill", "alpha": 0.3, "temperature": 2.0}
 _DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "embedding_dropout": 0.1}
@@ -150,6 +159,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "distill_full": _way(8, 2, masked=True) | {"objective": _DISTILL | {"loss": "jsd", "beta": 0.3}},
     "distill_lora": _way(8, 1)
     | {"objective": _DISTILL | {"loss": "reverse", "top_k": 300}, "adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
+    # Pairs of answers, of which a padding row has none; the KL of kto is that of the whole batch.
+    "dpo": _way(7, 2) | _items("dpo", beta=0.5, sft_weight=0.1),
+    "dpo_lora": _way(8, 1) | _items("dpo", loss="ipo") | {"adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
+    "orpo": _way(8, 2) | _items("orpo", beta=0.5),
+    "kto": _way(7, 2) | _items("kto", "label", beta=0.5, undesirable_weight=0.7),
+    "kto_lora": _way(8, 2) | _items("kto", "label", beta=0.5) | {"adapter": {"r": 3, "alpha": 6.0}},
+    "reward": _way(7, 2, model={"num_labels": 1}) | _items("reward", "margin", margin=True, center=0.1),
     "compiled": _way(8, 2, compile=True),
     "compiled_z_loss": _way(8, 2, compile=True) | {"objective": {"type": "pretrain", "z_loss": 0.05}},
     "compiled_lora": _way(8, 2, compile=True) | {"adapter": {"r": 3, "alpha": 6.0}},
@@ -345,22 +361,11 @@ SAMPLE = [
     Case("gqa", "kept_lora", {"pp": 2, "cp": 2}),
     Case("moe", "kept_dora", {"dp_shard": 2, "tp": 2}),
     Case("gqa", "kept_pissa", {"dp_shard": 2, "cp": 2}),
+    Case("moe", "dpo", {"pp": 2, "cp": 2}),
+    Case("gqa", "dpo_lora", {"dp_shard": 2, "tp": 2}),
+    Case("gqa", "kto", {"dp_shard": 2, "cp": 2}),
+    Case("tied", "reward", {"pp": 2, "tp": 2}),
 ]
-
-# Checkpoints from mesh to mesh: a run makes a step on each, and goes on from there on the next.
-JOURNEYS = [
-    ("dense", [{"dp_shard": 4}, {}, {"dp_replicate": 2, "dp_shard": 2}]),
-    ("moe", [{"pp": 2, "tp": 2}, {"dp_shard": 4}, {"cp": 2, "ep": 2}, {}]),
-    ("tied", [{"pp": 4}, {"dp_shard": 2, "tp": 2}, {}, {"pp": 2, "cp": 2}, {"tp": 4}]),
-    (
-        "gqa",
-        [{"pp": 2, "pp_schedule": "dualpipev"}, {"cp": 4}, {"pp": 2, "pp_schedule": "interleaved_1f1b"}, {"tp": 2}],
-    ),
-    ("deepseek_v3", [{"dp_shard": 4, "ep": 4}, {"tp": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"pp": 2}]),
-    ("gpt_oss", [{}, {"dp_shard": 2, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_shard": 4}]),
-    ("few_experts", [{"dp_shard": 8, "ep": 2}, {}, {"dp_shard": 8}, {"dp_shard": 2, "tp": 2, "ep": 2}]),
-]
-
 
 # ---- a run's file
 

@@ -79,3 +79,34 @@ class Sequences:
         positions = np.arange(self.length) - np.flatnonzero(begins)[segments]
         weight = (chooser.random(self.length) < chooser.random()).astype(np.float32) * (index % 5 != 3)
         return sample | {"segments": segments, "positions": positions, "weight": weight}
+
+
+class Items:
+    """Two pairs of answers a sequence, each a document with a prompt, and padding; a third of the rows has one pair.
+
+    Args:
+        field: name of a field of documents: 0 or 1.
+    """
+
+    def __init__(self, *, count: int = 64, length: int = 32, field: str | None = None):
+        self.count, self.length, self.field = count, length, field
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        chooser = np.random.default_rng([17, index])
+        sizes = chooser.integers(2, self.length // 4 + 1, 2 if index % 3 == 2 else 4)
+        starts = np.append(0, np.cumsum(sizes))
+        places = np.arange(self.length)
+        segments = np.searchsorted(starts[1:], places, side="right")
+        positions = places - starts[segments]
+        prompts = np.append([chooser.integers(0, size) for size in sizes], self.length)
+        sample = {
+            "tokens": chooser.integers(0, 256, self.length),
+            "labels": chooser.integers(0, 256, self.length),
+            "weight": (positions >= prompts[segments]).astype(np.float32),
+            "segments": segments,
+            "positions": positions,
+        }
+        return sample | ({} if self.field is None else {self.field: chooser.integers(0, 2, 5)[segments]})

@@ -1,7 +1,21 @@
 """A checkpoint of one mesh goes on on any other, as if there had been no other mesh."""
 
 import pytest
-from matrix import JOURNEYS, WITHIN, mesh_name, unknown
+from matrix import WITHIN, mesh_name, unknown
+
+# Checkpoints from mesh to mesh: a run makes a step on each, and goes on from there on the next.
+JOURNEYS = [
+    ("dense", [{"dp_shard": 4}, {}, {"dp_replicate": 2, "dp_shard": 2}]),
+    ("moe", [{"pp": 2, "tp": 2}, {"dp_shard": 4}, {"cp": 2, "ep": 2}, {}]),
+    ("tied", [{"pp": 4}, {"dp_shard": 2, "tp": 2}, {}, {"pp": 2, "cp": 2}, {"tp": 4}]),
+    (
+        "gqa",
+        [{"pp": 2, "pp_schedule": "dualpipev"}, {"cp": 4}, {"pp": 2, "pp_schedule": "interleaved_1f1b"}, {"tp": 2}],
+    ),
+    ("deepseek_v3", [{"dp_shard": 4, "ep": 4}, {"tp": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"pp": 2}]),
+    ("gpt_oss", [{}, {"dp_shard": 2, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_shard": 4}]),
+    ("few_experts", [{"dp_shard": 8, "ep": 2}, {}, {"dp_shard": 8}, {"dp_shard": 2, "tp": 2, "ep": 2}]),
+]
 
 
 def journey(number, model, meshes):

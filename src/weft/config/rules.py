@@ -62,6 +62,7 @@ def apply_rules(draft: Draft, *, check_data: bool) -> list[Problem]:
         check_warm_up(draft, "schedule.warmup_steps", steps, 20)
     _check_fine_tuning(draft)
     _check_frozen_models(draft)
+    _check_preferences(draft)
     _check_trained_rows(draft)
     check_adapter_section(draft)
     _check_recomputation(draft)
@@ -197,6 +198,23 @@ def _check_frozen_models(draft: Draft) -> None:
             found = newest_checkpoint(Path(chosen))
             if isinstance(found, str):
                 draft.report(key, f"{chosen}: {found}")
+
+
+def _check_preferences(draft: Draft) -> None:
+    """Reports a head that does not fit the objective, and arguments of `dpo` that contradict each other."""
+    objective, labels, loss = draft.get("objective.type"), draft.get("model.num_labels"), draft.get("objective.loss")
+    if objective == "reward" and draft.get("model.type") == "hf":
+        draft.report("objective.type", "reward needs the built-in decoder; use model: {from: ...} with num_labels: 1")
+    elif objective == "reward" and "model.hidden_size" in draft.values and labels is None:
+        draft.report("model.num_labels", "required by the objective reward; set num_labels: 1", "objective.type")
+    elif labels and objective is not None and objective != "reward" and ":" not in objective:
+        what = f"the model returns scores, which the objective {objective} cannot train"
+        draft.report("model.num_labels", f"{what}; set objective: {{type: reward}}", "model.from")
+    smooths = loss in ("cdpo", "robust")
+    if objective == "dpo" and loss is not None and bool(draft.get("objective.label_smoothing")) != smooths:
+        what = f"the loss {loss} needs a value above 0, such as 0.1" if smooths else f"no effect on the loss {loss}"
+        remedy = "" if smooths else "; remove the key, or set loss: cdpo"
+        draft.report("objective.label_smoothing", f"{what}{remedy}", "objective.loss")
 
 
 def _check_trained_rows(draft: Draft) -> None:

@@ -42,6 +42,8 @@ class Objective:
     - `fields`: name -> `weft.objectives.Field`: fields of samples in addition to tokens, passed in `batch.extra`.
     - `data`: "preferences" if the objective learns from token stores of preference pairs; default "text". A pair is two
       adjacent documents of a sequence: see `Batch.by_item`.
+    - `last_tokens`: True if documents of token stores have their last token as an input, too. It has no label, so by
+      default it is not among the inputs.
     - `sequences_per_sample`: number of sequences per sample, such as 2 for pairs; default 1.
     - `scalars`: names of the scalars that `loss` returns.
     - `weigh_documents`: True divides `batch.weight` by its sum over each document, so that the weights of a document
@@ -64,6 +66,9 @@ class Objective:
       before those of the step), without gradient and dropout. The dict that it returns is added to `batch.extra` before
       `inputs` and `loss` are called. `forward(inputs)` calls the trained model, and `forward(inputs, model=NAME)` a
       model of `frozen_models`.
+    - `combine(prepared, reduce)` runs in each training step after `prepare`, which then runs for all micro-batches
+      first: `prepared` is the list of their dicts, which it can change, and `reduce(tensor)` sums a tensor over the
+      data parallel ranks. So values can depend on the global batch. It does not run in validation.
     - `compute(forward, batch) -> Tensor | Loss` replaces `inputs` and `loss`. It can call the model several times, with
       gradient. It is not supported with pipeline parallelism, where the schedule calls the model.
     """

@@ -92,9 +92,9 @@ class Passes:
             that process the same sequences.
         """
         totals = Totals(self.scalars, self.world.device)
-        for number, micro_batch in enumerate(micro_batches):
+        steps = zip(micro_batches, self.prepare_step(micro_batches), strict=True)
+        for number, (micro_batch, prepared) in enumerate(steps):
             alive()
-            (prepared,) = self.prepare([micro_batch])  # one at a time: its tensors can be large
             set_last_micro_batch(self.model, number + 1 == len(micro_batches))
             batch, shard = self.shard(micro_batch, prepared)
             self.seed_micro_batch(micro_batch, seed)
@@ -156,6 +156,22 @@ class Passes:
             return [{} for _ in micro_batches]
         with self.evaluating():
             return [dict(self._prepare(*self._forward_without_gradient(one))) for one in micro_batches]
+
+    def prepare_step(self, micro_batches: Sequence[Batch]) -> Iterator[dict[str, torch.Tensor]]:
+        """Yields the result of `prepare` for each micro-batch of a training step, after `Objective.combine`."""
+        if (combine := getattr(self.objective, "combine", None)) is None:
+            for micro_batch in micro_batches:  # one at a time: its tensors can be large
+                yield from self.prepare([micro_batch])
+            return
+        prepared = self.prepare(micro_batches)
+        combine(prepared, self._sum_over_data)
+        yield from prepared
+
+    def _sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        total, axes = tensor.detach().clone(), ("dp_replicate", "dp_shard")
+        for axis in (axis for axis in axes if self.world.shape.sizes[axis] > 1):
+            dist.all_reduce(total, group=self.world.group(axis))
+        return total
 
     def _forward_without_gradient(self, micro_batch: Batch) -> tuple[Forward, Batch]:
         """Returns the arguments of `Objective.prepare`: a function that calls a model, and this rank's shard."""

@@ -62,7 +62,7 @@ def build_local_stages(
         removed = [] if stage.begins else ["embed_positions"]
         if not stage.begins and not (stage.ends and section.tie_word_embeddings):
             removed.append("embed_tokens")
-        for name in removed if stage.ends else [*removed, "norm", "lm_head"]:
+        for name in removed if stage.ends else [*removed, "norm", "lm_head", "score"]:
             setattr(stage, name, None)
         stages[number] = stage
     return stages
@@ -82,7 +82,7 @@ class Stages(Decoder):
         self.stages = dict(zip(stages, decoders, strict=True))
         self.begins = any(stage.begins for stage in decoders)
         self.ends = any(stage.ends for stage in decoders)
-        for name in ("embed_tokens", "embed_positions", "norm", "lm_head"):
+        for name in ("embed_tokens", "embed_positions", "norm", "lm_head", "score"):
             owners = [stage for stage in decoders if stage.begins] if name == "embed_tokens" else decoders
             setattr(self, name, next((m for stage in owners if (m := getattr(stage, name)) is not None), None))
         layers: Any = zip(*(stage.layers for stage in decoders), strict=True)
@@ -145,7 +145,7 @@ class PipelinePasses(Passes):
         self.totals = Totals(self.scalars, self.world.device)
         size = max(len(micro_batch.tokens) for micro_batch in micro_batches)
         self.micro_batches = [pad_batch(micro_batch, size) for micro_batch in micro_batches]
-        prepared = self.prepare(self.micro_batches)
+        prepared = list(self.prepare_step(self.micro_batches))
         self.seed, self.weight, self.loss_scale = seed, weight, loss_scale
         shards = [self.shard(*both) for both in zip(self.micro_batches, prepared, strict=True)]
         self.inputs = [
@@ -172,7 +172,7 @@ class PipelinePasses(Passes):
     def outputs(self, inputs: dict[str, Any], shard: Batch) -> torch.Tensor:
         """Returns the model's outputs for this rank's shard of a batch, on all ranks of the pipeline."""
         found, dtype = self._run_stages(inputs, shard), self.hidden_dtype
-        if inputs.get("labels") is not None:
+        if inputs.get("labels") is not None or self.model.config.num_labels:
             shape = self._outputs_shape(shard.tokens)
         else:  # the shape of one token's outputs, from the logits of no tokens
             function, size = inputs.get("logits_function"), self.model.config.vocab_size or 0
