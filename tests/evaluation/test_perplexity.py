@@ -156,9 +156,8 @@ def told(capsys, *words) -> str:
 def test_what_cannot_be_measured_is_told_in_one_line(tmp_path, folder, theirs, ours, store, tiny_tokenizer, capsys):
     empty = make_store(tmp_path / "empty", [])
     ones = make_store(tmp_path / "ones", [1, 1])
-    pairs = make_store(tmp_path / "pairs", [2, 2], kind="preferences")
     wide = make_store(tmp_path / "wide", [VOCABULARY + 1])
-    for broken, what in ((empty, "no token"), (ones, "no token"), (pairs, "preference pairs"), (wide, "90")):
+    for broken, what in ((empty, "no token"), (ones, "no token"), (wide, "90")):
         with pytest.raises(UserError, match=what):
             perplexity(ours, broken)
     for settings, what in (

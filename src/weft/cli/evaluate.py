@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.evaluation.evaluate import Evaluation
+    from weft.evaluation.preferences import PreferenceResult
     from weft.observe.console import Console
 
-HELP = "evaluate a model: perplexity, bits per byte, benchmark tasks"
+HELP = "evaluate a model: perplexity, bits per byte, preferences, benchmark tasks"
 GROUP = "use"
 
 MEANING = """\
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="evaluate documents separately (apart) or concatenated (default: as in training, or apart if unknown)",
     )
     stores.add_argument("--max-tokens", type=int, metavar="N", help="stop after N tokens of each store")
+    _add_preference_arguments(parser)
     tasks = parser.add_argument_group("tasks (pip install 'weft-train[eval]')")
     tasks.add_argument("--tasks", metavar="TASK,...", help="names of tasks, separated by commas")
     tasks.add_argument("--include-path", metavar="DIR", help="a folder with custom tasks (YAML files)")
@@ -73,6 +75,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument("--limit", type=int, metavar="N", help="use the first N questions of each task")
     tasks.add_argument(
         "--apply-chat-template", action="store_true", help="format questions by the tokenizer's chat template"
+    )
+
+
+def _add_preference_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("token stores of preferences")
+    group.add_argument(
+        "--reference",
+        metavar="RUN",
+        help="a model, such as the one before training, whose log-probabilities are subtracted (default: none)",
+    )
+    group.add_argument(
+        "--per-token", action="store_true", help="divide log-probabilities by the number of tokens of the answer"
     )
 
 
@@ -99,6 +113,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(_with_options(str(error))) from error
     if found.stores:
         _print_stores(found, console)
+    if found.preferences:
+        _print_preferences(found.preferences, console)
     if found.tasks:
         _print_tasks(found.tasks, console)
     if args.json is not None:
@@ -128,6 +144,15 @@ def _print_stores(found: Evaluation, console: Console) -> None:
     ways = "documents evaluated separately" if found.windows["documents"] == "apart" else "documents concatenated"
     console.result(f"{ways}, in windows of at most {length:,} tokens, stride {stride:,}")
     console.result(MEANING)
+
+
+def _print_preferences(found: list[PreferenceResult], console: Console) -> None:
+    rows = [[one.store, one.pairs, f"{one.accuracy:.4f}", f"{one.margin:,.4f}"] for one in found]
+    console.table(["store", "pairs", "accuracy", "margin"], rows)
+    console.result(
+        "accuracy: fraction of pairs whose chosen answer has the higher reward. margin: mean difference of the rewards"
+    )
+    console.result(f"reward: {found[0].reward}{'' if found[0].reward == 'score' else ', in nats'}")
 
 
 def _print_tasks(results: dict[str, Any], console: Console) -> None:

@@ -22,6 +22,7 @@ from weft.data.raw.pack_sources import pack_sources
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError
 from weft.evaluation.perplexity import StoreResult, combine, evaluate_store
+from weft.evaluation.preferences import PreferenceResult, evaluate_preferences
 from weft.evaluation.settings import WINDOWS, Settings
 from weft.evaluation.tasks import evaluate_tasks, find_tasks
 from weft.generation.adapters import with_adapter
@@ -36,10 +37,11 @@ class Evaluation:
 
     Attributes:
         model: path of the checkpoint; None if the model was a module that was not loaded from a checkpoint.
-        stores: result of each token store.
+        stores: result of each token store of texts or conversations.
         tasks: for each task, a dict with `questions`, `shots`, `version` and `scores`.
         windows: the values of the settings `sequence_length`, `stride` and `documents` that were used for the stores.
         adapter: path of the adapter that was added to the model, or None.
+        preferences: result of each token store of preferences.
     """
 
     model: Path | None
@@ -47,6 +49,7 @@ class Evaluation:
     tasks: dict[str, Any] = field(default_factory=dict)
     windows: dict[str, Any] = field(default_factory=dict)
     adapter: Path | None = None
+    preferences: list[PreferenceResult] = field(default_factory=list)
 
     @property
     def all(self) -> StoreResult:
@@ -76,6 +79,8 @@ class Evaluation:
         found |= ({} if self.adapter is None else {"adapter": str(self.adapter)}) | self.windows
         if self.stores:
             found |= {"stores": [one.as_dict() for one in self.stores], "all": self.all.as_dict()}
+        if self.preferences:
+            found["preferences"] = [one.as_dict() for one in self.preferences]
         return found | ({"tasks": self.tasks} if self.tasks else {})
 
 
@@ -98,12 +103,14 @@ def evaluate(
     Args:
         model: path of a run directory, a checkpoint or a Hugging Face folder; or a module that `weft.load_model`
             returned.
-        store: one or several token stores. Default: the validation data of the run if `tasks` is None, otherwise none.
+        store: one or several token stores: of texts or conversations, for loss and perplexity, or of preferences, for
+            the accuracy. Default: the validation data of the run if `tasks` is None, otherwise none.
         tasks: names of tasks, as a list or separated by commas.
         console: prints warnings and progress. Default: no output.
         settings: fields of `weft.evaluation.settings.Settings`: `sequence_length`, `stride`, `documents` ("apart" or
-            "joined") and `max_tokens` for stores; `include_path`, `num_fewshot`, `limit` and `apply_chat_template` for
-            tasks; `batch_size`, `tokenizer`, `device`, `dtype`, `quantize` and `adapter`.
+            "joined") and `max_tokens` for stores; `reference` and `per_token` for stores of preferences;
+            `include_path`, `num_fewshot`, `limit` and `apply_chat_template` for tasks; `batch_size`, `tokenizer`,
+            `device`, `dtype`, `quantize` and `adapter`.
 
     Raises:
         UserError: the model or a store does not exist, a store or the adapter does not fit the model, a task is
@@ -113,8 +120,7 @@ def evaluate(
     """
     how = Settings(**settings)
     given = [store] if isinstance(store, str | Path | TokenStore) else list(store or ())
-    loaded = isinstance(model, nn.Module)
-    how.refuse_unused(stores=bool(given) or tasks is None, tasks=tasks is not None, loaded=loaded)
+    how.refuse_unused(stores=bool(given) or tasks is None, tasks=tasks is not None, loaded=isinstance(model, nn.Module))
     names = [name.strip() for name in tasks.split(",") if name.strip()] if isinstance(tasks, str) else list(tasks or ())
     manager = find_tasks(names, how.include_path) if tasks is not None else None
     console = console or Console(prints=False)
@@ -123,6 +129,7 @@ def evaluate(
     if not given and tasks is None:
         named = _held_out_stores(checkpoint, console)
     stores = [(one if isinstance(one, TokenStore) else TokenStore(one), name) for one, name in named]
+    how.refuse_unused_on([one.info.kind for one, _ in stores])
     if how.tokenizer is None and checkpoint is not None:
         how = replace(how, tokenizer=tokenizer_folder(checkpoint))
     if how.adapter is not None and checkpoint is not None:
@@ -133,12 +140,26 @@ def evaluate(
     if stores and how.tokenizer is None:
         _warn_of_missing_tokenizer(checkpoint, console)
     with nullcontext() if how.adapter is None else with_adapter(model, how.adapter):
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: console.warning(str(message))
-            found = [evaluate_store(model, one, how, console, name) for one, name in stores]
+        found, preferences = _evaluate_stores(model, stores, how, console)
         scores = {} if tasks is None else evaluate_tasks(model, names, manager, how, console)
-    windows = {name: getattr(how, name) for name in WINDOWS} if stores else {}
-    return Evaluation(checkpoint, found, scores, windows, None if how.adapter is None else Path(how.adapter))
+    windows = {name: getattr(how, name) for name in WINDOWS} if found else {}
+    return Evaluation(checkpoint, found, scores, windows, how.adapter and Path(how.adapter), preferences)
+
+
+def _evaluate_stores(
+    model: nn.Module, stores: Sequence[tuple[TokenStore, str | None]], how: Settings, console: Console
+) -> tuple[list[StoreResult], list[PreferenceResult]]:
+    """Evaluates a model on stores, each with its name for the result or None. Prints warnings on `console`."""
+    texts = [one for one in stores if one[0].info.kind != "preferences"]
+    pairs = [one for one in stores if one[0].info.kind == "preferences"]
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: console.warning(str(message))
+        found = [evaluate_store(model, store, how, console, name) for store, name in texts]
+        reference = None
+        if how.reference is not None:
+            reference = load_model(how.reference, next(model.parameters()).device, how.dtype)
+        preferences = [evaluate_preferences(model, store, how, console, name, reference) for store, name in pairs]
+    return found, preferences
 
 
 def _warn_of_missing_tokenizer(checkpoint: Path | None, console: Console) -> None:

@@ -20,6 +20,7 @@ from weft.evaluation.settings import Settings
 from weft.generation.limits import check_length
 from weft.generation.runners import eval_mode
 from weft.headers import read_tokenizer_header
+from weft.models.decoder import Decoder
 from weft.models.forward import forward_of
 from weft.observe.console import Console
 
@@ -89,11 +90,13 @@ def evaluate_store(
         UserError: the store does not fit the model, the store has no token to predict, or the loss is not finite.
     """
     console = console or Console(prints=False)
+    if isinstance(model, Decoder) and model.config.num_labels:
+        raise UserError("the model is a reward model, which predicts no tokens; use a store of preferences", store.path)
     length, stride, apart = settings.sequence_length, settings.stride, settings.documents == "apart"
     assert length is not None
     assert stride is not None
     check_length(model, length, "the evaluation windows need", "set a shorter sequence length")
-    _check_fit(model, store, settings.tokenizer)
+    check_fit(model, store, settings.tokenizer)
     total = count_predictions(store, apart=apart)
     total = total if settings.max_tokens is None else min(total, settings.max_tokens)
     if total == 0:
@@ -125,21 +128,16 @@ def evaluate_store(
     return StoreResult(name or str(store.path), nats, int(tokens), size)
 
 
-def _check_fit(model: nn.Module, store: TokenStore, tokenizer: str | Path | None) -> None:
+def check_fit(model: nn.Module, store: TokenStore, tokenizer: str | Path | None) -> None:
     """Checks that a store was packed with the model's tokenizer. Warns if the store does not name its tokenizer.
 
     Args:
         tokenizer: the model's tokenizer; if None, only the vocabulary sizes are compared.
 
     Raises:
-        UserError: the tokenizers or vocabulary sizes do not match, or the store contains preference pairs.
+        UserError: the tokenizers or vocabulary sizes do not match.
     """
     info = store.info
-    if info.kind == "preferences":
-        raise UserError(
-            "is a store of preference pairs, which cannot be evaluated; use a store of texts or conversations",
-            store.path,
-        )
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     if size is not None and info.vocab_size > size:
         raise UserError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from weft.errors import UserError
 
 WINDOWS = ("sequence_length", "stride", "documents")
 OF_STORES = (*WINDOWS, "max_tokens")
+OF_PAIRS = ("reference", "per_token")
 OF_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template")
 _LEAST = {"sequence_length": 1, "batch_size": 1, "max_tokens": 1, "limit": 1, "num_fewshot": 0}
 
@@ -29,6 +30,8 @@ class Settings:
         documents: "apart" evaluates each document separately; "joined" concatenates documents. Default: as in training;
             if unknown, "apart".
         max_tokens: maximum number of tokens to predict in each store.
+        reference: path of a model whose log-probabilities are subtracted on stores of preferences. Default: none.
+        per_token: whether log-probabilities are divided by the length of the answer on stores of preferences.
         include_path: folder with custom tasks.
         num_fewshot: number of examples before each question. Default: the number that the task sets.
         limit: maximum number of questions per task; the task's first questions are used.
@@ -49,6 +52,8 @@ class Settings:
     stride: int | None = None
     documents: Literal["apart", "joined"] | None = None
     max_tokens: int | None = None
+    reference: str | Path | None = None
+    per_token: bool = False
     include_path: str | Path | None = None
     num_fewshot: int | None = None
     limit: int | None = None
@@ -97,11 +102,18 @@ class Settings:
             tasks: whether the model is evaluated on tasks.
             loaded: whether the model is already loaded, so that `device`, `dtype` and `quantize` have no effect.
         """
-        for names, used, needed in (
-            (OF_STORES, stores, "store"),
-            (OF_TASKS, tasks, "tasks"),
-            (("device", "dtype", "quantize"), not loaded, "the path of a model"),
-        ):
-            given = [name for name in names if getattr(self, name) is not None and getattr(self, name) is not False]
-            if given and not used:
-                raise UserError(f"{given[0]} has an effect only with {needed}; omit {given[0]}, or add {needed}")
+        self._refuse(OF_STORES, stores, "store")
+        self._refuse(OF_PAIRS, stores, "store")
+        self._refuse(OF_TASKS, tasks, "tasks")
+        self._refuse(("device", "dtype", "quantize"), not loaded, "the path of a model")
+
+    def refuse_unused_on(self, kinds: Sequence[str]) -> None:
+        """Raises UserError if a setting has no effect on stores of the given kinds (`StoreInfo.kind`)."""
+        texts = not kinds or any(kind != "preferences" for kind in kinds)
+        self._refuse(("stride", "documents", "max_tokens"), texts, "a store of texts or conversations")
+        self._refuse(OF_PAIRS, "preferences" in kinds, "a store of preferences")
+
+    def _refuse(self, names: tuple[str, ...], used: bool, needed: str) -> None:
+        given = [name for name in names if getattr(self, name) is not None and getattr(self, name) is not False]
+        if given and not used:
+            raise UserError(f"{given[0]} has an effect only with {needed}; omit {given[0]}, or add {needed}")
