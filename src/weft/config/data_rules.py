@@ -234,6 +234,6 @@ def run_steps(draft: Draft, samples: int | None = None) -> int | None:
     """
     sequences = sequences_per_step(draft)
     if sequences is None:
-        return None
+        return draft.get("training.steps") if generates(draft) else None
     training = partial_section(TrainingSection, draft.get, "training")
     return count_steps(training, sequences, draft.get("data.sequence_length"), samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from weft.observe.metrics import METRICS, NAMES, read_metrics, read_samples
 REPORT = "report.html"
 CONFIG = "config.yaml"
 EXAMPLE = "example.json"
+QUANTILE = re.compile(r"_p\d+$")  # such as the 90th percentile `reward_p90`, in one chart with the mean `reward`
 # Metrics without a chart of their own name.
 KNOWN = NAMES | {"validation_loss", "validation_bits_per_byte"}
 
@@ -111,8 +113,11 @@ def plots(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[Plot]
         Plot("bits", "Validation, bits per byte", bits, "{:.4f}".format),
     ]
     named = {name.removeprefix("validation_") for line in metrics for name in line if name not in KNOWN}
-    for number, name in enumerate(sorted(named)):
-        both = [series(name, name), series(f"validation_{name}", "validation", kind="validation")]
+    for number, name in enumerate(sorted({QUANTILE.sub("", name) for name in named})):
+        quantiles = [
+            series(one, one) for one in sorted(named) if QUANTILE.search(one) and QUANTILE.sub("", one) == name
+        ]
+        both = [series(name, name), *quantiles, series(f"validation_{name}", "validation", kind="validation")]
         every.append(Plot(f"named-{number}", name, [one for one in both if one.values], "{:.5g}".format))
     return every
 

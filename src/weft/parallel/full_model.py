@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,12 +58,19 @@ def new_full_model(
 
 @torch.no_grad()
 def gather_weights(
-    model: nn.Module, full: nn.Module | None, world: World, dtype: torch.dtype, *, everywhere: bool = False
+    model: nn.Module,
+    full: nn.Module | None,
+    world: World,
+    dtype: torch.dtype,
+    *,
+    everywhere: bool = False,
+    select: Callable[[str], bool] | None = None,
 ) -> None:
     """Copies the weights of a sharded model to a full model, one tensor at a time. Every rank must call this function.
 
     Args:
         full: result of `new_full_model` in `dtype`: on rank 0, or with `everywhere` on every rank; otherwise None.
+        select: function that returns whether a tensor is copied, given its name. Default: all are.
     """
     own_stage, tensors = world.axis_rank("pp"), model.state_dict(keep_vars=True)
     names: list[list[str]] = [list(tensors)]
@@ -71,7 +80,7 @@ def gather_weights(
     targets = {} if full is None else full.state_dict(keep_vars=True)
     sends = world.data_rank == world.axis_rank("cp") == world.axis_rank("tp") == 0
     for stage, stage_names in enumerate(names):
-        for name in stage_names:
+        for name in filter(select, stage_names) if select is not None else stage_names:
             value = None
             if stage == own_stage:
                 value = tensors[name].detach()

@@ -15,6 +15,7 @@ from weft.generation.engine import Engine
 from weft.generation.limits import blocks_in_memory
 from weft.generation.settings import Sampling
 from weft.kernels.decode_step import library
+from weft.models.adapter import is_adapter
 from weft.models.decoder import Decoder
 from weft.observe.status import alive
 from weft.parallel.full_model import gather_weights, new_full_model
@@ -63,6 +64,7 @@ class Policy:
             # With an engine that compiles while it generates, a resumed run would not repeat the same numbers.
             with contextlib.suppress(OSError):  # no compiler
                 library()
+        self._filled = False
         blocks = -(-sequence_length(config) // BLOCK) + 1
         room = MOST_SEQUENCES * blocks
         if isinstance(self.full, Decoder):
@@ -70,8 +72,13 @@ class Policy:
         self.engine = Engine(self.full, stop_ids=stop_ids, max_batch=MOST_SEQUENCES, max_cache_tokens=room * BLOCK)
 
     def update(self) -> None:
-        """Copies the weights of the trained model. Every rank must call it after the weights have changed."""
-        gather_weights(self.model, self.full, self.job.world, self.dtype, everywhere=True)
+        """Copies the weights of the trained model. Every rank must call it after the weights have changed.
+
+        Of a model with an adapter, the first call copies all weights, and later calls copy those of the adapter.
+        """
+        select = is_adapter if self._filled and self.job.config.adapter is not None else None
+        gather_weights(self.model, self.full, self.job.world, self.dtype, everywhere=True, select=select)
+        self._filled = True
         self.engine.clear()
 
     def generate(self, requests: Sequence[Request]) -> list[Generated]:
