@@ -124,7 +124,7 @@ class RolloutSource(Callback):
             if self.rollout is None or self.rollout.number != number:
                 self.rollout = None  # frees memory
                 self.rollout = self._roll_out(number, step)
-                if self.updates > 1:
+                if "old_logprobs" in self.layout.fields:
                     self._compute_old_logprobs(self.rollout)
             yield self._of_rank(self._pack(self.rollout, step % self.updates % self.settings.minibatches))
 
