@@ -99,6 +99,8 @@ def test_mistakes_in_a_target_are_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_targets.py").write_text(
         "def two(source, out):\n    pass\ndef raises(source, out, console):\n    return {}['row']\n"
         "def needs(source, out, console, *, name):\n    pass\n"
+        "def typed(source, out, console, *, huggingface=True, count: int = 1, rate: 'float | None' = None,"
+        " name: str = '', data: 'Unknown' = None):\n    return huggingface, count, rate, name\n"
     )
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
@@ -118,4 +120,14 @@ def test_mistakes_in_a_target_are_one_line(tmp_path, monkeypatch, capsys):
         told = capsys.readouterr().err
         assert told.startswith(said)
         assert told.count("\n") == 1
+    for option, said in (
+        ("huggingface=maybe", "huggingface: must be true or false, not 'maybe'"),
+        ("huggingface=1", "huggingface: must be true or false, not 1"),
+        ("count=true", "count: must be an integer, not True"),
+        ("count=1.5", "count: must be an integer, not 1.5"),
+    ):
+        assert main(["export", str(source), "out", "--to", "my_targets:typed", option]) == 2
+        assert capsys.readouterr().err == f"{said}\n"
+    options = ["huggingface=false", "count=2", "data=[1]"]
+    assert main(["export", str(source), "out", "--to", "my_targets:typed", *options]) == 0
     sys.modules.pop("my_targets", None)

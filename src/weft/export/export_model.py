@@ -15,6 +15,9 @@ from weft.errors import UserError, describe_user_exception
 from weft.files import refuse_existing
 from weft.observe.console import Console
 
+# Types in annotations of options -> names in messages.
+_KINDS = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "text", "None": "null"}
+
 
 def export_model(
     source: str | Path, out: str | Path, to: str = "hf", *, console: Console | None = None, **options: Any
@@ -53,13 +56,35 @@ def export_model(
         raise UserError(
             f"{to!r} is not an export format; use hf, peft, the name of a plugin's format, or module:function"
         )
-    known = {name for name, one in inspect.signature(target).parameters.items() if one.kind is one.KEYWORD_ONLY}
-    for name in options:
+    parameters = inspect.signature(target).parameters.items()
+    known = {name: one for name, one in parameters if one.kind is one.KEYWORD_ONLY}
+    for name, value in options.items():
         if name not in known:
             raise UserError(
                 f"{name}: not an option of the format {to}; its options are {', '.join(sorted(known)) or 'none'}"
             )
+        _check_value(name, value, known[name])
     return _call(target, to, resolve(source), Path(out), console or Console(prints=False), options)
+
+
+def _check_value(name: str, value: Any, parameter: inspect.Parameter) -> None:
+    """Checks an option against the annotation of its parameter; without annotation, against the type of its default.
+
+    Raises:
+        UserError: the annotation is bool, int, float, str, None or a union of these, and the value has another type.
+    """
+    annotation = parameter.annotation
+    if annotation is parameter.empty and parameter.default not in (parameter.empty, None):
+        annotation = type(parameter.default)
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    kinds = [kind.strip() for kind in text.split("|")]
+    if any(kind not in _KINDS for kind in kinds):
+        return
+    given = type(value).__name__.replace("NoneType", "None")
+    same = {"int": "float", "PosixPath": "str"}.get(given)
+    if given not in kinds and same not in kinds:
+        remedy = "; put the value in quotes" if "str" in kinds else ""
+        raise UserError(f"{name}: must be {' or '.join(map(_KINDS.__getitem__, kinds))}, not {value!r}{remedy}")
 
 
 def _call(target: Any, to: str, source: Path, out: Path, console: Console, options: dict[str, Any]) -> Any:
