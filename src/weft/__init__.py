@@ -22,6 +22,7 @@ __all__ = [
     "Tokenizer",
     "Trainer",
     "UserError",
+    "average_models",
     "evaluate",
     "export_model",
     "free_models",
@@ -34,6 +35,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     __version__: str
+    from weft.checkpoint.average import average_models
     from weft.checkpoint.huggingface.import_model import import_model
     from weft.checkpoint.load_model import load_model
     from weft.config.run import RunConfig
@@ -57,6 +59,7 @@ _MODULES = {
     "Tokenizer": "weft.data.tokenizers.tokenizer",
     "Trainer": "weft.train.trainer",
     "UserError": "weft.errors",
+    "average_models": "weft.checkpoint.average",
     "evaluate": "weft.evaluation.evaluate",
     "export_model": "weft.export.export_model",
     "free_models": "weft.generation.text",

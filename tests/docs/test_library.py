@@ -74,7 +74,7 @@ def test_a_dtype_that_is_none_is_one_line(here):
 
 @pytest.mark.parametrize("name", weft.__all__)
 def test_the_examples_in_docstrings_run(here, name):
-    for folder in ("store", "exported", "imported", "merged"):
+    for folder in ("store", "exported", "imported", "merged", "averaged"):
         shutil.rmtree(here / folder, ignore_errors=True)
     found = getattr(weft, name)
     assert inspect.getdoc(found)

@@ -193,16 +193,17 @@ def _converted(folder: HuggingFaceFolder, name: str) -> SavedTensor:
     return SavedTensor(folder.dtype(name), shape, read)
 
 
-def checkpoint_tensors(checkpoint: Path) -> Iterator[tuple[str, SavedTensor]]:
+def checkpoint_tensors(checkpoint: Path, prefix: str = MODEL_PREFIX) -> Iterator[tuple[str, SavedTensor]]:
+    """Yields the tensors of a checkpoint whose names begin with `prefix`, by the rest of the name."""
     index = read_json(checkpoint / files.INDEX)
     for name, entry in index["tensors"].items():
-        if not name.startswith(MODEL_PREFIX):
+        if not name.startswith(prefix):
             continue
         shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
         chunks = [(checkpoint / index["files"][number], offset, size) for number, offset, size in entry["pieces"]]
         single = len(chunks) == 1
         read = _file_reader(chunks[0][0], name, shape) if single else partial(_read_chunks, name, dtype, shape, chunks)
-        yield name.removeprefix(MODEL_PREFIX), SavedTensor(dtype, shape, read)
+        yield name.removeprefix(prefix), SavedTensor(dtype, shape, read)
 
 
 def _read_chunks(name: str, dtype: torch.dtype, shape: tuple, chunks: list, start: int, length: int) -> torch.Tensor:

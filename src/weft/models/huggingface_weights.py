@@ -18,7 +18,7 @@ from weft.families.mapping import Weight
 from weft.models.decoder import Decoder
 
 # Keys of `model:` that concern training or the origin of other keys. A config.json need not contain them.
-_NOT_ARCHITECTURE = {
+NOT_ARCHITECTURE = {
     "type", "preset", "from_", "load_optimizer", "pad_vocab_to_multiple", "initialization", "initializer_range",
     "attention_implementation", "attention_dropout", "hidden_dropout", "embedding_dropout",
 }  # fmt: skip
@@ -112,7 +112,7 @@ def _architecture(section: ModelSection) -> dict[str, Any]:
 
     Values that have no effect are None or left out. Keys that are not set have their defaults.
     """
-    keys = {key: value for key, value in section.resolved().items() if key not in _NOT_ARCHITECTURE}
+    keys = {key: value for key, value in section.resolved().items() if key not in NOT_ARCHITECTURE}
     keys["attention_multiplier"] = round(keys["attention_multiplier"], 9)
     del keys["sliding_window_pattern"], keys["no_rope_layer_interval"]
     if "sliding_attention" not in keys["layer_types"]:
