@@ -37,6 +37,9 @@ class Distill(Objective):
             distributions. None: all tokens, which needs memory for the teacher's logits.
         alpha: weight of the cross-entropy, from 0 to 1.
         beta: weight of the teacher in `jsd`, above 0 and below 1; None: 0.5. Not for other losses.
+        cache_teacher: whether the teacher's `top_k` log-probabilities are computed once for all sequences, before the
+            training. They stay in the cache folder, with 8 k bytes per token, for further runs with the same data, also
+            with another temperature. The teacher is not in memory in training. Not for custom datasets.
     """
 
     scalars = ("cross_entropy", "divergence")
@@ -50,10 +53,17 @@ class Distill(Objective):
         top_k: Annotated[int, Ge(1)] | None = None,
         alpha: Annotated[float, Ge(0), Le(1)] = 0.0,
         beta: Annotated[float, Gt(0), Lt(1)] | None = None,
+        cache_teacher: bool = False,
     ):
         if beta is not None and loss != "jsd":
             raise UserError(f"objective.beta: it is not used by loss: {loss}; remove it, or set loss: jsd")
-        self.frozen_models = {"teacher": teacher}
+        if cache_teacher and top_k is None:
+            raise UserError(
+                "objective.cache_teacher: all probabilities of all tokens are too many; set top_k, such as 64"
+            )
+        self.frozen_models, self.cache_prepare = {"teacher": teacher}, None
+        if cache_teacher:
+            self.cache_prepare = {"objective": "distill", "top_k": top_k}
         self.temperature, self.top_k, self.alpha = temperature, top_k, alpha
         self.divergence = partial(divergence, kind=loss, beta=0.5 if beta is None else beta)
 

@@ -51,6 +51,9 @@ class Objective:
     - `normalizers`: True makes the model return `[batch, seq, 2]` if `inputs` returns `labels`: the log-probability of
       each label, and the normalizer log(sum(exp(logits))); default False.
     - `embedding_noise`: magnitude of the noise that training adds to the embeddings (`EmbeddingNoise`); default 0.
+    - `cache_prepare`: a JSON value that identifies what `prepare` computes with the frozen models, such as its
+      settings. Then `prepare` is called once for each sample, before the training, and its results `[batch, seq, ...]`
+      are cached. It must not call the trained model. Default None: no cache.
     - `frozen_models`: name -> source of models that `prepare` calls and that are not trained, such as a reference or a
       teacher. A source is "start" (the model with which the run starts, also after it resumes) or the path of a run, a
       checkpoint or a Hugging Face folder.

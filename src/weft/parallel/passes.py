@@ -173,6 +173,19 @@ class Passes:
             dist.all_reduce(total, group=self.world.group(axis))
         return total
 
+    @torch.no_grad()
+    def prepare_full(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Returns the result of `Objective.prepare`, of tensors `[batch, seq, ...]`, for complete sequences."""
+        (prepared,) = self.prepare([batch])
+        if self.sequence_shard is None:
+            return prepared
+        full, _ = self.shard(batch, {})
+        return {name: self.sequence_shard.gather(values, full) for name, values in prepared.items()}
+
+    def stop_preparing(self) -> None:
+        """Must be called if batches already have what `Objective.prepare` returns. Frees the frozen models."""
+        self._prepare, self.frozen = None, {}
+
     def _forward_without_gradient(self, micro_batch: Batch) -> tuple[Forward, Batch]:
         """Returns the arguments of `Objective.prepare`: a function that calls a model, and this rank's shard."""
         alive()

@@ -81,12 +81,14 @@ class FrozenModels:
         records: name -> path and digest of the model, for checkpoints and the manifest.
         adapter: the starting values of the adapter, if a source is "start" and the run has an adapter.
         cached: name of a field of `Objective.cached_logprobs` -> the model that gives the values of the field.
+        prepared: name -> model, if the objective has `cache_prepare`.
     """
 
     models: dict[str, FrozenModel] = field(default_factory=dict)
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     adapter: AdapterAtStart | None = None
     cached: dict[str, CachedModel] = field(default_factory=dict)
+    prepared: dict[str, CachedModel] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns saved name -> tensor to save in a checkpoint, or to fill from one: the adapter's starting values."""
@@ -214,13 +216,15 @@ def build_frozen(
             return shared or FrozenCopy(_load_copy(job, plan, source, path))
 
         fields = [key for key, model in cached_fields(objective).items() if model == name]
-        if fields:
+        prepared = bool(getattr(objective, "cache_prepare", None))
+        if fields or prepared:
             adapter, start = trained.plan.adapter, []
             if shared is not None and adapter is not None:
                 start = [adapter.model_dump(mode="json", exclude={"from_"}), shared.digest()]
             section = source.section.model_dump(mode="json", exclude={"from_", "path", "load_optimizer"})
             identity = [digest, start, section, str(plan.dtype), plan.fp8, str(plan.qat)]
             found.cached |= dict.fromkeys(fields, CachedModel(identity, make))
+            found.prepared |= {name: CachedModel(identity, make)} if prepared else {}
         else:
             found.models[name] = make()
 

@@ -32,6 +32,7 @@ from weft.processes import signal_handler
 from weft.train.before_packing import check_before_packing
 from weft.train.build import Built, build, components, compressor, make_schedule, restore
 from weft.train.cached_logprobs import fill_logprobs
+from weft.train.cached_prepare import cache_prepared
 from weft.train.frozen_sources import build_frozen, open_frozen
 from weft.train.job import prepare
 from weft.train.loop import Loop
@@ -315,6 +316,7 @@ class Trainer:
         with ExitStack() as cleanup:
             cleanup.callback(loop.recorder.close)
             fill_logprobs(job, built.data, built.frozen, loop.passes)
+            cache_prepared(job, built.data, built.frozen, loop.passes)
             cleanup.pop_all()
         return loop
 

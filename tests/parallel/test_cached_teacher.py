@@ -1,0 +1,83 @@
+"""Distillation with cached probabilities of the teacher makes the updates of distillation with the teacher."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from running import metrics, train
+
+from weft.objectives.distill import Distill
+
+MODEL = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture
+def write(tiny_store, tiny_heldout, tiny_tokenizer, tmp_path):
+    """Writes a run of few steps on a token store."""
+    teacher = {"type": "distill", "teacher": str(tmp_path / "runs" / "teacher"), "top_k": 5, "alpha": 0.2}
+
+    def write(name, *, mesh=None, data=None, **objective):
+        sections = {
+            "run": {"name": name, "directory": str(tmp_path / "runs")},
+            "model": MODEL | {"hidden_size": 48 if name == "teacher" else 32, "intermediate_size": 64},
+            "tokenizer": str(tiny_tokenizer),
+            "data": {"train": str(tiny_store), "validation": str(tiny_heldout), "sequence_length": 32} | (data or {}),
+            "objective": {"type": "pretrain"} if name == "teacher" else teacher | objective,
+            "optimizer": {"lr": 1e-2},
+            "schedule": {"type": "constant"},
+            "training": {"steps": 3, "batch_tokens": 256, "micro_batch_size": 4, "threads": 1, "dtype": "float64"},
+            "validation": {"every": 2, "tokens": 2000},
+            "parallel": {"dp_shard": 1, **(mesh or {})},
+            "log": {"trackers": []},
+        }
+        file = tmp_path / f"{name}.yaml"
+        file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in sections.items()))
+        return file
+
+    assert train(write("teacher")) == 0
+    return write
+
+
+def cached():
+    """The cached files. The folder is that of the test session, which ranks that other tests started use, too."""
+    return set(Path(os.environ["WEFT_CACHE"]).glob("prepared/*/*.npy"))
+
+
+def numbers(run):
+    names = ("loss", "grad_norm", "divergence", "validation_loss", "validation_divergence", "validation_bits_per_byte")
+    return np.array([[line.get(name, 0.0) for name in names] for line in metrics(run)])
+
+
+@pytest.mark.xdist_group("ranks")
+def test_the_cache_gives_the_numbers_of_the_teacher(write, runner, tmp_path, monkeypatch, capsys):
+    runs = tmp_path / "runs"
+    assert train(write("live", temperature=2.0)) == 0
+    before, _ = cached(), capsys.readouterr()
+    runner.pool.run(write("ranks", temperature=2.0, cache_teacher=True, mesh={"pp": 2, "cp": 2}), 4, fresh=True)
+    np.testing.assert_allclose(numbers(runs / "ranks"), numbers(runs / "live"), rtol=0, atol=1e-9)
+    bits = numbers(runs / "live")[-1, -1] / metrics(runs / "live")[-1]["validation_cross_entropy"]
+    last = metrics(runs / "teacher")[-1]
+    assert bits == pytest.approx(last["validation_bits_per_byte"] / last["validation_loss"])  # of the cross-entropy
+    found = [(file.stem, np.load(file, mmap_mode="r").shape[1:]) for file in sorted(cached() - before)]
+    assert found == [("teacher", (32, 6)), ("teacher_ids", (32, 5))] * 2  # of the two stores
+
+    monkeypatch.setattr("weft.train.frozen_sources.FrozenCopy", None)  # it is not needed again
+    assert train(write("cached", temperature=2.0, cache_teacher=True)) == 0
+    np.testing.assert_allclose(numbers(runs / "cached"), numbers(runs / "live"), rtol=0, atol=1e-9)
+    assert train(write("warmer", temperature=3.0, cache_teacher=True, loss="reverse"), "data.workers=1") == 0
+    assert "computing" not in capsys.readouterr().err
+
+
+def test_a_damaged_cache_is_computed_again_and_custom_data_are_refused(write, tmp_path, capsys):
+    assert train(write("first", cache_teacher=True)) == 0
+    for file in cached():
+        file.write_bytes(b"damaged")
+    assert train(write("second", cache_teacher=True)) == 0
+    assert (numbers(tmp_path / "runs" / "first") == numbers(tmp_path / "runs" / "second")).all()
+    data = {"train": {"type": "matrix_parts:Sequences"}}
+    assert train(write("third", cache_teacher=True, data=data)) == 2
+    assert "only samples of token stores can be cached, but the data have a Sequences" in capsys.readouterr().err
+    with pytest.raises(Exception, match=r"objective\.cache_teacher: .*set top_k"):
+        Distill(teacher="t", cache_teacher=True)
