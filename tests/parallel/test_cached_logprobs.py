@@ -73,9 +73,9 @@ def test_what_is_cached_is_what_the_model_says_also_of_a_trained_adapter(write, 
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("adapter", [None, {"r": 2, "targets": "all-linear"}], ids=["copy", "adapter"])
-def test_ranks_compute_it_together(runner, write, tmp_path, adapter):
+@pytest.mark.parametrize(("axis", "adapter"), [("dp_shard", None), ("cp", {"r": 2, "targets": "all-linear"})], ids=str)
+def test_ranks_compute_it_together(runner, write, tmp_path, axis, adapter):
     assert train(write("alone", once=False, adapter=adapter)) == 0
-    runner.pool.run(write("ranks", once=True, adapter=adapter, dp_shard=2, cp=2), 4, fresh=True, seconds=120)
+    runner.pool.run(write("ranks", once=True, adapter=adapter, **{axis: 2}), 2, fresh=True, seconds=120)
     runs = tmp_path / "runs"
     np.testing.assert_allclose(numbers(runs / "ranks"), numbers(runs / "alone"), rtol=0, atol=1e-9)

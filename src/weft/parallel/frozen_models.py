@@ -44,6 +44,10 @@ class FrozenCopy:
         finally:
             passes.free_gathered()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns this rank's parameters."""
+        return [parameter for root in self.passes.root_modules for parameter in root.parameters()]
+
 
 class AdapterAtStart:
     """The trained model with the values that its adapter had at the start of the run. Both share the base model.
@@ -80,6 +84,10 @@ class AdapterAtStart:
         """Returns the outputs of the trained model with the starting values, as `FrozenModel.outputs` describes."""
         with self.in_place(trained):
             return trained.outputs(trained.complete(inputs, batch, shard, None), shard)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns this rank's starting values of the adapter."""
+        return list(self.values.values())
 
     @contextmanager
     @torch.no_grad()

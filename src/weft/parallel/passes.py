@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -38,6 +38,10 @@ class FrozenModel(Protocol):
             batch: the batch on this rank's device.
             shard: this rank's shard of the batch.
         """
+        ...
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Returns the tensors that this rank keeps for the model between steps."""
         ...
 
 

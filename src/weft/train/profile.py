@@ -90,6 +90,8 @@ class ProfiledLoop(Loop):
                 yield parameter.grad, GRADIENTS
             yield parameter, PARAMETERS
         yield from ((buffer, PARAMETERS) for buffer in self.model.buffers())
+        for frozen in self.frozen.models.values():
+            yield from ((tensor, PARAMETERS) for tensor in frozen.tensors())
         for state in self.optimizer.state.values():
             yield from ((value, OPTIMIZER) for value in state.values() if isinstance(value, torch.Tensor))
 
