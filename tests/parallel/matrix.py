@@ -107,7 +107,10 @@ def _items(objective: str, field: str | None = None, **arguments: Any) -> dict:
     data = {"type": "matrix_parts:Items", **({} if field is None else {"field": field})}
     return {
         "objective": {"type": objective, **arguments},
-        "data": {"train": data, "validation": {**data, "count": 7}},
+        "data": {
+            "train": {**data, "count": 7},
+            "validation": {**data, "count": 7},
+        },  # learned again, so kto's KL is > 0
         "validation": {"every": 2, "micro_batch_size": 3},
     }
 
@@ -163,7 +166,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "dpo": _way(7, 2) | _items("dpo", beta=0.5, sft_weight=0.1),
     "dpo_lora": _way(8, 1) | _items("dpo", loss="ipo") | {"adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
     "orpo": _way(8, 2) | _items("orpo", beta=0.5),
-    "kto": _way(7, 2) | _items("kto", "label", beta=0.5, undesirable_weight=0.7),
+    "kto": _way(7, 2) | _items("kto", "label", beta=0.5, desirable_weight=3.0, undesirable_weight=0.1),
     "kto_lora": _way(8, 2) | _items("kto", "label", beta=0.5) | {"adapter": {"r": 3, "alpha": 6.0}},
     "reward": _way(7, 2, model={"num_labels": 1}) | _items("reward", "margin", margin=True, center=0.1),
     "compiled": _way(8, 2, compile=True),
