@@ -205,7 +205,7 @@ def _check_preferences(draft: Draft) -> None:
     objective, labels, loss = draft.get("objective.type"), draft.get("model.num_labels"), draft.get("objective.loss")
     if objective == "reward" and draft.get("model.type") == "hf":
         draft.report("objective.type", "reward needs the built-in decoder; use model: {from: ...} with num_labels: 1")
-    elif objective == "reward" and "model.hidden_size" in draft.values and labels is None:
+    elif objective == "reward" and draft.values.get("model.num_labels", 1) is None:  # not set, and no wrong value
         draft.report("model.num_labels", "required by the objective reward; set num_labels: 1", "objective.type")
     elif labels and objective is not None and objective != "reward" and ":" not in objective:
         what = f"the model returns scores, which the objective {objective} cannot train"

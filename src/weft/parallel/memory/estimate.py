@@ -106,7 +106,7 @@ def estimate_memory(
     tokens = micro_batch_size * plan.sequence // world.shape.cp
     sizes = {name: local(parameter).nbytes for name, parameter in parameters.items()}
     rows = 0
-    if isinstance(plan.model, ModelSection) and plan.model.vocab_size:
+    if isinstance(plan.model, ModelSection) and plan.model.vocab_size and not plan.model.num_labels:
         rows = plan.model.vocab_size // world.shape.tp
     kept = on_host != "parameters"
     return MemoryEstimate(
