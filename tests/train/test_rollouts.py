@@ -7,6 +7,7 @@ import torch
 from rollout_runs import lines_of, settings, write_inputs
 from running import assert_same_weights, losses, metrics, replaced, train
 
+from weft.cli.main import main
 from weft.data.batches.layout import Field, Layout
 from weft.train.rollouts.rollout import Completion, Rollout, pack_documents
 
@@ -53,7 +54,9 @@ def test_a_run_that_resumes_in_the_middle_of_a_rollout_is_the_uninterrupted_run(
 
 @pytest.mark.parametrize("adapter", [None, {"r": 4, "alpha": 8}, {"r": 4, "dora": True, "quantize": "int8"}], ids=str)
 def test_log_probabilities_of_the_engine_are_those_of_the_trainer(adapter, run_yaml, tmp_path):
-    limited = settings({"temperature": 0.7, "top_p": 0.8, "top_k": 50, "loss": "dapo"}, training={"steps": 3})
+    limited = settings(
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 50, "loss": "dapo", "beta": 0.1}, training={"steps": 3}
+    )
     if adapter is None:
         file = run_yaml(**limited)
     else:
@@ -63,6 +66,13 @@ def test_log_probabilities_of_the_engine_are_those_of_the_trainer(adapter, run_y
     lines = metrics(tmp_path / "runs" / "demo")
     assert max(line["engine_deviation"] for line in lines) < 1e-5
     assert min(line["grad_norm"] for line in lines) > 0
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-9)
+    assert lines[-1]["kl"] > 0
+
+
+def test_steps_with_rollouts_are_profiled(run_yaml, capsys):
+    assert main(["profile", str(run_yaml(**settings(training={"steps": 8})))]) == 0
+    assert "recorded steps" in capsys.readouterr().err
 
 
 def test_documents_are_packed_with_their_values_at_each_label():

@@ -110,9 +110,9 @@ def warmup_text(found: dict[str, Any]) -> str:
     times = found["warmup"]
     text = f"first step {times['first_step_seconds']:.3g} s"
     if times["steady_step_seconds"] is not None:
-        text += (
-            f", later steps {times['steady_step_seconds']:.3g} s ({times['steady_tokens_per_second']:,.0f} tokens/s)"
-        )
+        speed = times["steady_tokens_per_second"]
+        text += f", later steps {times['steady_step_seconds']:.3g} s"
+        text += f" ({speed:,.0f} tokens/s)" if speed is not None else ""
     return f"{text}; recorded steps {times['recorded_step_seconds']:.3g} s"
 
 

@@ -224,14 +224,14 @@ class Passes:
         Returns:
             A tensor `[batch, seq, ...]` of all micro-batches. With context parallelism, it has the complete sequences.
         """
-        found, training = [], self.model.training
-        self.model.eval()
-        for micro_batch in micro_batches:
-            alive()
-            batch, shard = self.shard(micro_batch, {})
-            outputs = self.outputs(self.complete(self.objective.inputs(shard), batch, shard, None), shard)
-            found.append(outputs if self.sequence_shard is None else self.sequence_shard.gather(outputs, batch))
-        self.model.train(training)
+        found = []
+        with self.evaluating():
+            for micro_batch in micro_batches:
+                forward, shard = self._forward_without_gradient(micro_batch)
+                outputs = forward(self.objective.inputs(shard))
+                found.append(
+                    outputs if self.sequence_shard is None else self.sequence_shard.gather(outputs, micro_batch)
+                )
         return torch.cat(found)
 
     def outputs(self, inputs: dict[str, Any], shard: Batch) -> torch.Tensor:

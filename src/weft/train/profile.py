@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from weft.checkpoint.shard_files import new_folder
-from weft.config.derive import RunLength
 from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.files import refuse_existing
@@ -56,7 +55,7 @@ class ProfiledLoop(Loop):
         """
         request, world, stop = self.recorder.request, self.world, stop or StopRequest()
         steps = request.warmup + request.steps
-        assert isinstance(self.length, RunLength)
+        assert self.length.steps is not None
         if steps > self.length.steps:
             raise error_on_all_ranks(
                 f"--warmup {request.warmup} and --steps {request.steps} are {steps} steps, but this run has "
@@ -238,14 +237,14 @@ def warmup(seconds: list[float], steps: int, tokens: int) -> dict[str, Any]:
     Args:
         seconds: the duration of each step.
         steps: number of warm-up steps.
-        tokens: number of tokens per step.
+        tokens: number of tokens per step; 0 if it is not known.
     """
     steady, recorded = seconds[1 : steps - 1], statistics.median(seconds[steps:])
     usual = statistics.median(steady) if steady else None
     return {
         "first_step_seconds": seconds[0],
         "steady_step_seconds": usual,
-        "steady_tokens_per_second": tokens / usual if usual else None,
+        "steady_tokens_per_second": tokens / usual if usual and tokens else None,
         "recorded_step_seconds": recorded,
     }
 
