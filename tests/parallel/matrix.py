@@ -78,7 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": _SHAPE | {"preset": "pythia-70m", "partial_rotary_factor": 0.5},
 }
 
-TEACHERS = {"moe": "few_experts"}  # of a student; of all others: gqa
+TEACHERS = {"dense": "few_experts"}  # of a student; of all others: gqa
 
 # ---- ways of training; a section of the run's file each
 
@@ -357,7 +357,7 @@ SAMPLE = [
     Case("gqa", "lora", {"cp": 2, "tp": 2}),
     Case("gqa", "dora", {"pp": 2, "dp_shard": 2}),
     Case("tied", "distill", {"pp": 2, "dp_shard": 2, "tp": 2}),
-    Case("dense", "distill_full", {"cp": 2, "tp": 2}),
+    Case("moe", "distill_full", {"cp": 2, "tp": 2, "ep": 2}),
     Case("dense", "distill_lora", {"pp": 2, "cp": 2}),
     Case("moe", "qlora", {"dp_shard": 2, "tp": 2, "ep": 2}),
     Case("tied", "kept", {"pp": 2, "tp": 2}),

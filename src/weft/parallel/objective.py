@@ -82,7 +82,7 @@ class Objective:
         With `labels` the model returns the log-probability of each label instead of logits. With `logits_function`, a
         function `(logits [n, vocab], tokens) -> [n] or [n, values]` of chunks of logits, the model returns the
         function's values for each token; `tokens` is the slice of the chunk in the flattened tokens of the batch. Only
-        one chunk of logits at a time is in memory, in at least float32. Each token's values must depend only on the
+        one chunk of logits at a time exists in float32 (or float64). Each token's values must depend only on the
         token's logits.
         """
         names = ("tokens", "positions", "segments", "labels")

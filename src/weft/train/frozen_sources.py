@@ -299,7 +299,7 @@ def frozen_plan(config: RunConfig, plan: ModelPlan, source: Source, shape: MeshS
     # Nothing is kept for backward, so gathered parameters are freed after forward.
     changes: dict[str, Any] = {"reshard_after_forward": True, "zero_stage": None, "compress": None}
     if not source.start:
-        changes["stage_layers"] = None
+        changes |= {"stage_layers": None} | ({} if getattr(source.section, "moe", None) else {"ep": 1})
     if shape.cp > 1 and isinstance(config.model, ModelSection):  # both models get the same shards of sequences
         changes["cp_method"] = choose_method(config.model, plan.parallel.cp_method, shape.cp, shape.tp)
     parallel = plan.parallel.model_copy(update=changes)
