@@ -107,8 +107,9 @@ bench-parallel: $(STAMP) ## measure several processes, beside Accelerate, transf
 	  .venv/bin/python $$file --out $(OUT) $(BENCH) || exit; \
 	done
 
-bench-tuning: $(STAMP) .venv-trl/.installed ## measure supervised fine-tuning beside TRL (BENCH="--quick" and the like)
+bench-tuning: $(STAMP) .venv-trl/.installed ## measure supervised fine-tuning beside TRL, and what distillation gains (BENCH="--quick" and the like)
 	@.venv/bin/python benchmarks/tune_sft.py --trl-python .venv-trl/bin/python --out $(OUT) $(BENCH)
+	@.venv/bin/python benchmarks/distill_gap.py --out $(OUT) $(filter --quick,$(BENCH))
 
 docs: $(STAMP) ## write docs/configuration.md again from the schema, docs/models.md from the families, and the table of memory
 	@.venv/bin/weft config schema --markdown > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md

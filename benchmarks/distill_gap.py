@@ -107,7 +107,7 @@ def table(found: dict, args: argparse.Namespace) -> str:
     teacher = cross_entropy(found["teacher"])
     lines = [
         f"# Distillation: the gap to the teacher\n\n{processor()}; {args.teacher_steps:,} steps of the teacher, "
-        f"{args.student_steps:,} steps of the student, {args.seeds} seeds.\n",
+        f"{args.student_steps:,} steps of the student, {args.seeds} seed{'s' * (args.seeds > 1)}.\n",
         f"The teacher's held-out cross-entropy is {teacher:.3f} nats per token.\n",
         "| objective of the student | held-out cross-entropy (lowest to highest) | share of the gap closed (lowest) |",
         "| --- | ---: | ---: |",
