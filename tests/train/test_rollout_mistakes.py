@@ -126,6 +126,7 @@ def test_a_record_without_a_prompt_is_refused(record, part, run_yaml, capsys, tm
         ({"training": {"batch_tokens": 64}}, "training.batch_tokens", "no effect"),
         ({"training": {"steps": None, "tokens": 1000}}, "training.tokens", "training.steps"),
         ({"data": {"packing": "best_fit"}}, "data.packing", "no effect"),
+        ({"schedule": {"type": "constant", "warmup_steps": 9}}, "schedule.warmup_steps", "4"),
         ({"data": {"overlong": "truncate"}}, "data.overlong", "refuse"),
     ],
 )
