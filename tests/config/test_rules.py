@@ -226,7 +226,14 @@ def data(monkeypatch):
     tokenizers = {"tok": SimpleNamespace(vocab_size=512, eod_id=0, digest="one")}
     stores = {
         name: SimpleNamespace(
-            num_tokens=1000, num_documents=3, vocab_size=512, tokenizer_digest="one", eod_id=0, bytes=9, kind="text"
+            num_tokens=1000,
+            num_documents=3,
+            vocab_size=512,
+            tokenizer_digest="one",
+            eod_id=0,
+            bytes=9,
+            kind="text",
+            fields=(),
         )
         for name in ("store", "heldout")
     }

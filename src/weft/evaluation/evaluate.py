@@ -143,7 +143,8 @@ def evaluate(
         found, preferences = _evaluate_stores(model, stores, how, console)
         scores = {} if tasks is None else evaluate_tasks(model, names, manager, how, console)
     windows = {name: getattr(how, name) for name in WINDOWS} if found else {}
-    return Evaluation(checkpoint, found, scores, windows, how.adapter and Path(how.adapter), preferences)
+    adapter_path = None if how.adapter is None else Path(how.adapter)
+    return Evaluation(checkpoint, found, scores, windows, adapter_path, preferences)
 
 
 def _evaluate_stores(

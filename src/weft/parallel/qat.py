@@ -130,7 +130,8 @@ def _rounding(columns: int | None, limits: tuple[int, int]) -> Quantizer:
     kind = MappingType.ASYMMETRIC if columns is None else MappingType.SYMMETRIC
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        block, integer = (*(1,) * (x.ndim - 1), columns or x.shape[-1]), torch.int8
+        block: Any = (*(1,) * (x.ndim - 1), columns or x.shape[-1])
+        integer = torch.int8
         eps = None if columns is None else torch.finfo(x.dtype).smallest_normal
         wide = torch.promote_types(x.dtype, torch.float32)
         scale, zero = choose_qparams_affine(x, kind, block, integer, *limits, eps, wide, torch.int32)
