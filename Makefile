@@ -107,8 +107,10 @@ bench-parallel: $(STAMP) ## measure several processes, beside Accelerate, transf
 	  .venv/bin/python $$file --out $(OUT) $(BENCH) || exit; \
 	done
 
-bench-tuning: $(STAMP) .venv-trl/.installed ## measure supervised fine-tuning beside TRL, and what distillation gains (BENCH="--quick" and the like)
-	@.venv/bin/python benchmarks/tune_sft.py --trl-python .venv-trl/bin/python --out $(OUT) $(BENCH)
+bench-tuning: $(STAMP) .venv-trl/.installed ## measure fine-tuning, DPO and GRPO beside TRL, and what distillation gains (BENCH="--quick" and the like)
+	@for file in $(wildcard benchmarks/tune_*.py); do \
+	  .venv/bin/python $$file --trl-python .venv-trl/bin/python --out $(OUT) $(BENCH) || exit; \
+	done
 	@.venv/bin/python benchmarks/distill_gap.py --out $(OUT) $(filter --quick,$(BENCH))
 
 docs: $(STAMP) ## write docs/configuration.md again from the schema, docs/models.md from the families, and the table of memory

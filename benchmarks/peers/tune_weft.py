@@ -1,4 +1,4 @@
-"""Weft: a run of the objective sft through the public Trainer, from a raw file; see tune_sft.py."""
+"""Weft: a run through the public Trainer, from a raw file; see tune_sft.py, tune_dpo.py, tune_grpo.py."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from common import BETAS, CLIP, LEARNING_RATE, Clock, peak_resident_bytes  # noq
 
 WARMUP = 3
 asked = json.loads(sys.argv[1])
-clock, useful = Clock({"device": "cpu"}), []
+clock, useful, rollouts = Clock({"device": "cpu"}), [], []
 
 
 class Watch:
@@ -25,6 +25,8 @@ class Watch:
 
     def log(self, step, values):
         clock.tick()
+        if "rollout_seconds" in values:
+            rollouts.append(values)
 
     def text(self, step, name, text):
         pass
@@ -37,21 +39,48 @@ class Useful:
     """A callback that counts the tokens of the records in each batch, without padding."""
 
     def step(self, state):
-        useful.append(int((state.batch.segments >= 0).sum()))
+        batch = state.batch
+        useful.append(int(batch.at_tokens(batch.learned_documents).sum()))
+
+
+def reward(completions):
+    return [len(set(text)) / 100 for text in completions]
+
+
+def method() -> dict:
+    """The keys of the run that depend on the method."""
+    if asked["method"] == "sft":
+        sequences, length = 3, 512  # about 16 records
+        objective = {"type": "sft"}
+    elif asked["method"] == "dpo":
+        sequences, length = 2, 1024  # about 6 pairs
+        objective = {"type": "dpo", "beta": 0.1}
+    else:
+        sequences, length = 3, 512  # per micro-batch: about 8 answers
+        objective = {"type": "grpo", "reward": "tune_weft:reward"}
+        objective |= {"prompts": asked["prompts"], "group": asked["group"], "max_new_tokens": asked["new_tokens"]}
+    count = len(Path(asked["records"]).read_text().splitlines())
+    if "prompts" in asked:
+        amount = {"steps": count // asked["prompts"]}
+    else:
+        amount = {"epochs": 1, "batch_tokens": sequences * length}
+    return {
+        "data": {"train": asked["records"], "sequence_length": length},
+        "objective": objective,
+        "training": amount | {"micro_batch_size": sequences},
+    }
 
 
 def config(directory: Path) -> dict:
+    chosen = method()
     return {
         "run": {"name": "bench", "directory": str(directory)},
         "model": {"from": asked["model"]},
-        "data": {"train": asked["records"], "sequence_length": 512},
-        "objective": {"type": "sft"},
+        **chosen,
         "optimizer": {"type": "adamw", "lr": LEARNING_RATE, "betas": list(BETAS)},
         "schedule": {"type": "linear"},
         "training": {
-            "epochs": 1,
-            "batch_tokens": 3 * 512,  # about 16 records
-            "micro_batch_size": 3,
+            **chosen["training"],
             "dtype": "bfloat16",
             "compile": False,
             "grad_clip": CLIP,
@@ -72,6 +101,11 @@ if __name__ == "__main__":
         path.write_text(json.dumps(config(Path(directory) / "runs"), indent=1))
         weft.Trainer(weft.RunConfig.load(path)).fit()
     last = len(clock.ends) - 2  # the end of the last step comes after the last checkpoint
-    seconds = clock.ends[last] - clock.ends[WARMUP - 1]
-    tokens = sum(useful[WARMUP : last + 1])
-    print(json.dumps({"seconds": seconds, "tokens": tokens, "peak_bytes": peak_resident_bytes()}))
+    done = {"seconds": clock.ends[last] - clock.ends[WARMUP - 1], "peak_bytes": peak_resident_bytes()}
+    if asked["method"] == "grpo":
+        timed, answers = rollouts[WARMUP : last + 1], asked["prompts"] * asked["group"]
+        done["rollout_seconds"] = sum(one["rollout_seconds"] for one in timed)
+        done |= {"sampled": sum(one["completion_length"] * answers for one in timed), "updates": len(timed)}
+    else:
+        done["tokens"] = sum(useful[WARMUP : last + 1])
+    print(json.dumps(done))
