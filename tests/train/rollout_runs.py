@@ -56,6 +56,17 @@ def hangs(completions):
     time.sleep(30)
 
 
+def leaves(completion, number):
+    if number == 2:
+        raise SystemExit(3)
+    return 0.0
+
+
+async def leaves_later(completion, number):
+    await asyncio.sleep(0)
+    return leaves(completion, number)
+
+
 def wants(completions, solution):
     return [0.0 for _ in completions]
 
@@ -63,6 +74,11 @@ def wants(completions, solution):
 def add(a: int, b: int) -> int:
     """Adds two numbers."""
     return a + b
+
+
+def leave():
+    """Ends the process."""
+    raise SystemExit(3)
 '''
 
 

@@ -61,6 +61,11 @@ def test_the_best_completions_of_each_group_are_learned_as_items(run_yaml, tmp_p
     assert "must hold 2 completions with their prompts; lower the number" in capsys.readouterr().err
 
 
+def test_a_step_without_a_chosen_completion_says_why(run_yaml, capsys):
+    assert train(run_yaml(**best("each", training={"steps": 1}))) == 0
+    assert "step 1: nothing can be learned, as all rewards of each prompt are equal" in capsys.readouterr().err
+
+
 def test_items_are_packed_into_one_sequence():
     sizes = (5, 9, 3, 7, 4, 2, 8, 6)
     documents = [

@@ -50,6 +50,8 @@ def test_functions_over_the_batch_for_each_completion_and_async_have_weights():
         ("nothing", ("None", "completion 1 of p.jsonl:1")),
         ("too_few", ("1 values", "3 completions")),
         ("text", ("str", "list")),
+        ("leaves", ("SystemExit: 3", "completion 2 of p.jsonl:1", "rollout_rewards.py")),
+        ("leaves_later", ("SystemExit: 3", "completion 2 of p.jsonl:1")),
         ("hangs", ("0.2 seconds", "reward_timeout")),
     ],
 )
@@ -60,6 +62,70 @@ def test_a_wrong_reward_names_its_function_and_the_completion(name, parts):
     assert re.match(r"\S*rollout_rewards\.py:\d+: reward ", message)
     assert all(part in message for part in (f"rollout_rewards:{name}", *parts)), message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("reward", "columns", "missing", "part"),
+    [
+        ("letters", ["completions"], {}, "'completions', which is also a column"),
+        ("short", ["number", "completion"], {}, "'completion', which is also a column"),
+        ("short", ["number"], {"number": "p.jsonl:7"}, "p.jsonl:7: the record has no 'number'"),
+    ],
+)
+def test_columns_that_cannot_be_arguments_are_refused(reward, columns, missing, part):
+    with pytest.raises(UserError) as raised:
+        Rewards({f"rollout_rewards:{reward}": 1.0}, 1.0, columns, missing)
+    assert part in str(raised.value)
+    # A function without the argument is not concerned.
+    Rewards({"rollout_rewards:letters": 1.0}, 1.0, ["completion", "conversations", "number"], {"number": "p.jsonl:7"})
+
+
+def test_a_record_that_lacks_an_argument_is_refused_with_its_line(run_yaml, capsys, tmp_path):
+    with open(tmp_path / "prompts.jsonl", "a") as file:
+        print(json.dumps({"prompt": "ka"}), file=file)
+    assert train(run_yaml(**settings({"reward": "rollout_rewards:short"}))) == 2
+    assert "prompts.jsonl:25: the record has no 'number'" in capsys.readouterr().err
+
+
+OBJECTIVE = """
+from weft.data.batches.layout import Field
+from weft.generation.rollouts import Rollouts
+from weft.objectives.pretrain import Pretrain
+
+
+class Odd(Pretrain):
+    temperature, max_new_tokens = 1.0, 6
+
+    def __init__(
+        self, *, reward: str, updates_per_rollout: int = 1,
+        parts: int = 1, field: str = "advantage", per_document: bool = True
+    ):
+        super().__init__()
+        self.rollouts = Rollouts(reward=reward, group=2, prompts=4, minibatches=parts)
+        self.updates_per_rollout = updates_per_rollout
+        self.fields = {field: Field(per_document=per_document, seq_dim=0)}
+
+    def advantages(self, rewards):
+        return rewards
+"""
+
+
+@pytest.mark.parametrize(
+    ("odd", "part"),
+    [
+        ({"parts": 3}, "objective.minibatches: 3 minibatches do not divide the 4 prompts"),
+        ({"parts": 2}, "objective.minibatches: 2 minibatches do not divide the 1 updates_per_rollout"),
+        ({"field": "foo"}, "no field 'foo' of documents, only advantage, truncated"),
+        ({"per_document": False}, "no field 'advantage' of tokens, only"),
+    ],
+)
+def test_wrong_objectives_are_refused_before_anything_is_generated(odd, part, run_yaml, capsys, tmp_path):
+    (tmp_path / "rollout_odd.py").write_text(OBJECTIVE)
+    objective = {"type": "rollout_odd:Odd", "reward": "rollout_rewards:letters", **odd}
+    assert train(run_yaml(**(settings() | {"objective": objective}))) == 2
+    error = capsys.readouterr().err
+    assert part in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize(

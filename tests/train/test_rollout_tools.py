@@ -112,6 +112,16 @@ def test_what_calls_no_tool_or_has_no_room_ends(conversation, tools):
         assert len(draft.ids) <= length
     assert find_call("<tool_call>{broken</tool_call>") is None
     assert find_call('{"name": 3}') is None
+    assert find_call("[" * 100_000) is None
+
+
+def test_a_tool_that_ends_the_process_or_returns_an_odd_value_gives_an_error():
+    tools = Tools(["rollout_rewards:leave"], 5.0)
+    assert tools.call("leave", {}) == "Error: RuntimeError: SystemExit: 3"
+    loop = []
+    loop.append(loop)
+    tools.functions["leave"].function = lambda: loop
+    assert tools.call("leave", {}).startswith("Error: ValueError: Circular")
 
 
 def test_schemas_describe_the_functions(tools):

@@ -52,6 +52,17 @@ def test_a_run_that_resumes_in_the_middle_of_a_rollout_is_the_uninterrupted_run(
     assert_same_weights(one, other)
 
 
+def test_a_rollout_in_a_checkpoint_needs_the_settings_that_it_was_generated_with(run_yaml, capsys):
+    several = {"updates_per_rollout": 2, "minibatches": 2}
+    assert train(run_yaml(**settings(several, training={"steps": 1}))) == 0
+    for changed, what in (({"group": 4}, "group: "), ({"updates_per_rollout": 4}, "updates_per_rollout: ")):
+        assert train(run_yaml(**settings(several | changed, training={"steps": 3}))) == 2
+        error = capsys.readouterr().err
+        assert f"objective.{what}the checkpoint is in the middle of a rollout with" in error
+        assert "Traceback" not in error
+    assert train(run_yaml(**settings(several, training={"steps": 2}))) == 0
+
+
 @pytest.mark.parametrize("adapter", [None, {"r": 4, "alpha": 8}, {"r": 4, "dora": True, "quantize": "int8"}], ids=str)
 def test_log_probabilities_of_the_engine_are_those_of_the_trainer(adapter, run_yaml, tmp_path):
     limited = settings(

@@ -263,9 +263,13 @@ class Loop:
             The mean loss, in nats per token (or per unit of the objective's weight), and the objective's scalars.
         """
         if weight == 0:
-            self.recorder.warn_once(
-                f"step {step + 1}: all tokens of the batch are masked, so the loss is 0; check the masks"
-            )
+            what, remedy = "all tokens of the batch are masked", "check the masks"
+            if isinstance(self.data.source, RolloutSource):
+                what = (
+                    "nothing can be learned, as all rewards of each prompt are equal or all completions are truncated"
+                )
+                remedy = "check the reward and objective.max_new_tokens"
+            self.recorder.warn_once(f"step {step + 1}: {what}, so the loss is 0; {remedy}")
         micro_batches = batch.split(self.data.micro_batch_size(batch))
         total = self.passes.train(
             micro_batches,

@@ -63,6 +63,12 @@ class Prompts:
     digest: str
     conversation: ConversationFormat | None
 
+    @property
+    def missing(self) -> dict[str, str]:
+        """For each column that some records lack, file and line of the first of these records."""
+        first = {name: next((one for one in self.found if name not in one.columns), None) for name in self.columns}
+        return {name: prompt.place for name, prompt in first.items() if prompt is not None}
+
 
 def read_prompts(path: str, data: DataSection, tokenizer: Tokenizer, room: int, tools: list[Any]) -> Prompts:
     """Reads the prompts of raw data: records with `prompt` or `messages`, a text or messages, and any other values.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weft.errors import UserError
-from weft.train.rollouts.user_functions import UserFunction, with_timeout
+from weft.train.rollouts.user_functions import UserFunction, wait_for, with_timeout
 
 GIVEN = ("prompts", "completions", "conversations")  # arguments beside the columns of the records
 EACH = {"prompt": "prompts", "completion": "completions", "conversation": "conversations"}
@@ -29,13 +29,21 @@ class Rewards:
     Args:
         weights: weight of each function by `module:function`.
         timeout: maximum number of seconds of each function for the completions of a rollout.
-        columns: the columns that all records have.
+        columns: the columns of the records.
+        missing: for each column that some records lack, file and line of the first of these records.
 
     Raises:
-        UserError: a function does not exist, or requires an argument that is not a column.
+        UserError: a function does not exist, requires an argument that is not a column of all records, or has an
+            argument whose name is also a column.
     """
 
-    def __init__(self, weights: Mapping[str, float], timeout: float, columns: Sequence[str]):
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        timeout: float,
+        columns: Sequence[str],
+        missing: Mapping[str, str] | None = None,
+    ):
         if not weights:
             raise UserError("objective.reward: no function; name one as module:function")
         self.functions = [UserFunction("reward", reference) for reference in weights]
@@ -48,10 +56,7 @@ class Rewards:
             f"{name}-{names[:n].count(name) + 1}" if name in names[:n] else name for n, name in enumerate(names)
         ]
         for function in self.functions:
-            known = {*columns, *(EACH if calls_each(function) else GIVEN)}
-            if missing := [name for name in function.required if name not in known]:
-                what = f"has the argument {missing[0]!r}, but the records have only the columns {', '.join(columns)}"
-                raise function.error(f"{what}; rename the argument, or give it a default")
+            _check_arguments(function, columns, missing or {})
 
     def __call__(self, arguments: Mapping[str, Sequence[Any]], places: Sequence[str]) -> torch.Tensor:
         """Returns the rewards of each function, float64 `[functions, completions]`.
@@ -87,7 +92,7 @@ class Rewards:
             return found
 
         async def together() -> list[Any]:
-            calls = [function.function(**{name: v[i] for name, v in given.items()}) for i in range(count)]
+            calls = [wait_for(function.function(**{name: v[i] for name, v in given.items()})) for i in range(count)]
             found = await asyncio.gather(*calls, return_exceptions=True)
             for index, value in enumerate(found):
                 if isinstance(value, BaseException):
@@ -108,6 +113,23 @@ class Rewards:
             where = f"for {places[at[0]]}" if each else f"called with {count} completions, the first is {places[0]}"
             raise function.raised(error, where) from error
         return check_values(function, values, places)
+
+
+def _check_arguments(function: UserFunction, columns: Sequence[str], missing: Mapping[str, str]) -> None:
+    """Raises UserError if the columns cannot give a function its arguments (`columns`, `missing`: see `Rewards`)."""
+    given = EACH if calls_each(function) else GIVEN
+    for name in function.parameters:
+        if name in columns and name in (*given, *GIVEN):
+            raise function.error(f"has the argument {name!r}, which is also a column of the records; rename the column")
+    for name in function.required:
+        if name in given:
+            continue
+        if name not in columns:
+            what = f"has the argument {name!r}, but the records have only the columns {', '.join(columns)}"
+            raise function.error(f"{what}; rename the argument, or give it a default")
+        if name in missing:
+            what = f"the record has no {name!r}, an argument of the {function.label} without a default"
+            raise UserError(f"{what}; add it to the record", missing[name])
 
 
 def calls_each(function: UserFunction) -> bool:

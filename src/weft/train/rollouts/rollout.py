@@ -13,7 +13,8 @@ from weft.data.batches.batch import Batch
 from weft.data.batches.layout import Layout
 from weft.data.sequences.best_fit import best_fit_decreasing
 
-TENSORS = ("tokens", "learned", "rollout_logprobs", "old_logprobs", "lengths", "advantage", "truncated")
+PER_TOKEN, PER_DOCUMENT = ("learned", "rollout_logprobs", "old_logprobs"), ("advantage", "truncated")
+TENSORS = ("tokens", *PER_TOKEN, "lengths", *PER_DOCUMENT)
 
 
 class Completion(NamedTuple):

@@ -29,7 +29,14 @@ from weft.train.rollouts.draft import Draft
 from weft.train.rollouts.policy import Policy, Request
 from weft.train.rollouts.prompts import RolloutPrompt, read_prompts
 from weft.train.rollouts.rewards import Rewards
-from weft.train.rollouts.rollout import Completion, PackedDocuments, Rollout, pack_documents
+from weft.train.rollouts.rollout import (
+    PER_DOCUMENT,
+    PER_TOKEN,
+    Completion,
+    PackedDocuments,
+    Rollout,
+    pack_documents,
+)
 from weft.train.rollouts.tools import Tools
 
 Show = Callable[[int, Sequence[str], Sequence[str]], None]
@@ -58,6 +65,7 @@ class RolloutSource(Callback):
         config, settings = job.config, objective.rollouts
         self.settings: Rollouts = settings
         self.updates: int = objective.updates_per_rollout
+        self._check_objective()
         assert config.tokenizer is not None
         assert isinstance(config.data.train, str)
         self.tokenizer = Tokenizer.load(config.tokenizer)
@@ -75,7 +83,7 @@ class RolloutSource(Callback):
         self.prompts = read_prompts(config.data.train, config.data, self.tokenizer, room, self.tools.schemas)
         if settings.tools and self.prompts.conversation is None:
             raise UserError("objective.tools: tools need prompts of messages, but all prompts are texts; remove tools")
-        self.rewards = Rewards(settings.weights, settings.reward_timeout, self.prompts.columns)
+        self.rewards = Rewards(settings.weights, settings.reward_timeout, self.prompts.columns, self.prompts.missing)
         self.order = Epochs(len(self.prompts.found), config.run.seed, shuffle=config.data.shuffle)
         self.sampling = Sampling(
             self.new_tokens,
@@ -87,6 +95,19 @@ class RolloutSource(Callback):
         )
         self.policy: Policy | None = None
         self.rollout: Rollout | None = None
+
+    def _check_objective(self) -> None:
+        """Raises UserError if rollouts cannot be divided into mini-batches, or lack a field of the objective."""
+        parts = self.settings.minibatches
+        for name, count in (("prompts", self.settings.prompts), ("updates_per_rollout", self.updates)):
+            if count % parts:
+                what = f"{parts} minibatches do not divide the {count} {name}"
+                raise UserError(f"objective.minibatches: {what}; set a divisor")
+        for name, declared in self.layout.fields.items():
+            if name not in (known := PER_DOCUMENT if declared.per_document else PER_TOKEN):
+                kind = "documents" if declared.per_document else "tokens"
+                what = f"rollouts have no field {name!r} of {kind}, only {', '.join(known)}"
+                raise UserError(f"objective: {what}; remove it from fields")
 
     def check_ranks(self) -> None:
         """Raises UserError on all ranks if they have read different prompts. Warns of prompts that were dropped."""
@@ -218,9 +239,9 @@ class RolloutSource(Callback):
             return completions, self.objective.advantages(rewards)
         selected, chosen = [], self.objective.choose(rewards)  # [prompts, documents per item]
         for prompt, members in enumerate(chosen.tolist()):
+            distinct = len(set(members)) == len(members)
             for member in members:
                 one = completions[prompt * self.settings.group + member]
-                distinct = len(set(members)) == len(members)
                 selected.append(one if distinct else one._replace(learned=[0] * len(one.ids)))
         return selected, rewards.gather(1, chosen)
 
@@ -306,8 +327,23 @@ class RolloutSource(Callback):
         """Returns the rollout of the next update, if updates have used it already."""
         step, rollout = self.state.step, self.rollout
         unfinished = rollout is not None and step % self.updates and rollout.number == step // self.updates
-        return rollout.state_dict() if unfinished and rollout is not None else {}
+        return rollout.state_dict() | {"settings": self._numbers()} if unfinished and rollout is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the rollout that `state_dict` returned."""
+        """Restores the rollout that `state_dict` returned.
+
+        Raises:
+            UserError: the rollout has other numbers of prompts, completions or updates than the run.
+        """
+        numbers, saved = self._numbers(), state.get("settings", {})  # earlier versions saved no settings
+        for name in saved:
+            if saved[name] != numbers[name]:
+                what = f"the checkpoint is in the middle of a rollout with {saved[name]}, not {numbers[name]}"
+                remedy = f"set {saved[name]} again, or resume from a checkpoint between two rollouts"
+                raise UserError(f"objective.{name}: {what}; {remedy}")
         self.rollout = Rollout.from_state(state)
+
+    def _numbers(self) -> dict[str, int]:
+        """Returns the numbers that a rollout in a checkpoint must share with the run."""
+        numbers = {name: getattr(self.settings, name) for name in ("prompts", "group", "minibatches")}
+        return numbers | {"updates_per_rollout": self.updates}

@@ -40,11 +40,11 @@ class Tools:
             return f"Error: there is no tool {name!r}"
         try:
             result = with_timeout(lambda: function.call(arguments), self.timeout)
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except TimeoutError:
             return f"Error: {name} took longer than {self.timeout:g} seconds"
         except Exception as error:
             return f"Error: {describe_exception(error)}"
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
 def find_call(text: str) -> tuple[str, dict[str, Any]] | None:
@@ -55,7 +55,7 @@ def find_call(text: str) -> tuple[str, dict[str, Any]] | None:
     found = CALL.search(text)
     try:
         call = json.loads(found[1] if found is not None else text)
-    except ValueError:
+    except (ValueError, RecursionError):  # RecursionError: JSON that is nested too deep
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None

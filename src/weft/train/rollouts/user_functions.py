@@ -69,11 +69,15 @@ class UserFunction:
     def call(self, arguments: dict[str, Any]) -> Any:
         """Calls the function, and waits for its result if it is an async function."""
         result = self.function(**arguments)
-        return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
+        return asyncio.run(wait_for(result)) if inspect.isawaitable(result) else result
 
 
-async def _wait_for(result: Any) -> Any:
-    return await result
+async def wait_for(result: Any) -> Any:
+    """Waits for the result of an async function. Exceptions that would end the process become RuntimeError."""
+    try:
+        return await result
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _ordinary(error) from error
 
 
 def with_timeout(action: Callable[[], Any], seconds: float) -> Any:
@@ -81,6 +85,7 @@ def with_timeout(action: Callable[[], Any], seconds: float) -> Any:
 
     Raises:
         TimeoutError: the action took more than `seconds`.
+        RuntimeError: the action raised an exception that would end the process, such as SystemExit.
     """
     found: list[Any] = []
     failure: list[BaseException] = []
@@ -95,7 +100,12 @@ def with_timeout(action: Callable[[], Any], seconds: float) -> Any:
     thread.start()
     thread.join(seconds)
     if failure:
-        raise failure[0]
+        raise failure[0] if isinstance(failure[0], Exception) else _ordinary(failure[0])
     if not found:
         raise TimeoutError
     return found[0]
+
+
+def _ordinary(error: BaseException) -> RuntimeError:
+    """Returns an exception with the description and the traceback of one that would end the process."""
+    return RuntimeError(describe_exception(error)).with_traceback(error.__traceback__)
