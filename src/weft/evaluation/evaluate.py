@@ -143,8 +143,7 @@ def evaluate(
         found, preferences = _evaluate_stores(model, stores, how, console)
         scores = {} if tasks is None else evaluate_tasks(model, names, manager, how, console)
     windows = {name: getattr(how, name) for name in WINDOWS} if found else {}
-    adapter_path = None if how.adapter is None else Path(how.adapter)
-    return Evaluation(checkpoint, found, scores, windows, adapter_path, preferences)
+    return Evaluation(checkpoint, found, scores, windows, Path(how.adapter) if how.adapter else None, preferences)
 
 
 def _evaluate_stores(
