@@ -36,6 +36,10 @@ def raises_for_one(completion, number):
     raise ValueError(f"no {number}")
 
 
+def too_large(completions):
+    return [10**400] * len(completions)
+
+
 def not_a_number(completions):
     return [0.0, 1.0, float("nan"), *[0.0] * (len(completions) - 3)]
 

@@ -47,6 +47,7 @@ def test_functions_over_the_batch_for_each_completion_and_async_have_weights():
         ("raises", ("ZeroDivisionError", "3 completions", "p.jsonl:1")),
         ("raises_for_one", ("ValueError: no 1", "completion 1 of p.jsonl:1")),
         ("not_a_number", ("nan", "completion 1 of p.jsonl:2")),
+        ("too_large", ("a finite number", "completion 1 of p.jsonl:1")),
         ("nothing", ("None", "completion 1 of p.jsonl:1")),
         ("too_few", ("1 values", "3 completions")),
         ("text", ("str", "list")),

@@ -137,6 +137,14 @@ def calls_each(function: UserFunction) -> bool:
     return "completion" in function.parameters
 
 
+def is_float(value: Real) -> bool:
+    """Whether a number is finite as a float, which very large integers are not."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def check_values(function: UserFunction, values: Any, places: Sequence[str]) -> list[float]:
     """Returns what a reward function returned as a list of floats. Raises UserError if it is not valid."""
     values = values.tolist() if hasattr(values, "tolist") else values
@@ -147,6 +155,6 @@ def check_values(function: UserFunction, values: Any, places: Sequence[str]) -> 
         raise function.error(f"{what}; return one number for each completion")
     for value, place in zip(values, places, strict=True):
         value = value.item() if hasattr(value, "item") else value
-        if not isinstance(value, Real) or not math.isfinite(value):
+        if not isinstance(value, Real) or not is_float(value):
             raise function.error(f"returned {value!r} for {place}; return a finite number")
     return [float(value) for value in values]
