@@ -88,6 +88,7 @@ def test_durations(seconds, text):
         (0.4, "step", "2.5 s/step"),
         (8.12, "step", "8.1 steps/s"),
         (12345, "file", "12,345 files/s"),
+        (12.3, "batch", "12 batches/s"),
     ],
 )
 def test_rates(per_second, unit, text):

@@ -14,9 +14,14 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Returns a number with its noun, such as `1 document` or `12,345 documents`.
 
     Args:
-        plural: the plural of the noun; default: the noun with an s.
+        plural: the plural of the noun; default: `plural_of(noun)`.
     """
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    return f"{number:,} {noun if number == 1 else plural or plural_of(noun)}"
+
+
+def plural_of(noun: str) -> str:
+    """Returns the plural of a regular noun: `documents`, `batches`."""
+    return noun + ("es" if noun.endswith(("ch", "sh", "s", "x")) else "s")
 
 
 def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:
@@ -109,7 +114,7 @@ def rate(per_second: float, unit: str) -> str:
         return f"{byte_size(per_second, 'MB')}/s"
     if 0 < per_second < 1:
         return f"{1 / per_second:,.1f} s/{unit}"
-    return f"{per_second:,.0f} {unit}s/s" if per_second >= 10 else f"{per_second:.1f} {unit}s/s"
+    return f"{per_second:,.0f} {plural_of(unit)}/s" if per_second >= 10 else f"{per_second:.1f} {plural_of(unit)}/s"
 
 
 def flops_rate(per_second: float) -> str:

@@ -104,6 +104,17 @@ def test_a_whole_run(tmp_path):
         assert words in page.text.replace("def f", "deff").replace("def  g", "def g"), words
 
 
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [("objective: sft", True), ("objective:\n  type: pretrain", True), ("objective: {type: dpo}", False)]
+    + [(text, False) for text in ("objective: [", "- 1", "")],
+)
+def test_only_a_loss_per_token_is_called_so(tmp_path, config, named):
+    run = make_run(tmp_path / "r", 2)
+    (run / "config.yaml").write_text(config)
+    assert page_of(run).text.count("nats per token") >= 2 if named else "nats per token" not in page_of(run).text
+
+
 def test_text_of_a_model_cannot_write_the_page(tmp_path):
     evil = "</pre></script><script>alert(1)</script><img src=http://x>"
     run = make_run(tmp_path / "r", 2, samples=[(1, evil, evil + "\ud800")])

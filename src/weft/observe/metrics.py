@@ -2,10 +2,11 @@
 
 Each file has one JSON object per line.
 
-A line of metrics has at least `step` (updates made, from 1), `tokens` (seen so far), `loss` (nats per token), `lr`,
+A line of metrics has at least `step` (updates made, from 1), `tokens` (seen so far), `loss` (of `pretrain`
+and `sft`: nats per token), `lr`,
 `grad_norm` (before clipping), `tokens_per_second`, `mfu` (0 to 1), `memory_bytes`, `step_seconds` and `data_seconds`.
 With float16, it also has the `loss_scale` of the step and the number of `skipped` updates so far. After a validation,
-it has `validation_loss` (nats per token) and `validation_bits_per_byte`. The first line of a session has
+it has `validation_loss` (in the unit of `loss`) and `validation_bits_per_byte`. The first line of a session has
 `warmup_seconds`, the time of its first step, which may compile; the averages of that line include this step.
 
 A line of samples has the text generated after one prompt: `{"step": 200, "prompt": "def ", "text": "main():"}`.

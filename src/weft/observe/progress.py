@@ -135,7 +135,7 @@ class PlainProgress(SilentProgress):
         head = count.unit if count.unit == "step" else count.description or ("" if count.unit == "B" else count.unit)
         parts = [f"{head} {count.amount()}".strip()]
         if count.unit not in ("step", "B") and count.description:
-            parts[0] += f" {count.unit}s"
+            parts[0] += f" {formatting.plural_of(count.unit)}"
         parts += [formatting.metric(name, value) for name, value in count.fields.items()]
         if (speed := count.speed(average=last)) is not None:
             parts.append(speed)

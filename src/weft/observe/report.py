@@ -61,12 +61,14 @@ def gather(run: Path) -> dict[str, Any]:
     metrics, manifest = read_metrics(run), read_manifest(run)
     sessions = manifest.get("sessions", [])
     resumes = [s["step"] for s in sessions if isinstance(s.get("step"), int) and s["step"] > 0]
-    charts = [chart for plot in plots(metrics, manifest) if (chart := draw(plot, resumes)) is not None]
+    config = run / CONFIG
+    text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else None
+    unit = loss_unit(text)
+    charts = [chart for plot in plots(metrics, manifest, unit) if (chart := draw(plot, resumes)) is not None]
     samples: dict[int, list[dict[str, str]]] = {}
     for sample in read_samples(run):
         texts = {key: str(sample.get(key, "")) for key in ("prompt", "text")}
         samples.setdefault(sample["step"], []).append(texts)
-    config = run / CONFIG
     return {
         "name": manifest.get("name") or run.resolve().name,
         "directory": str(run),
@@ -74,7 +76,7 @@ def gather(run: Path) -> dict[str, Any]:
         "manifest": manifest,
         "sessions": sessions,
         "resumes": resumes,
-        "tiles": tiles(metrics, manifest),
+        "tiles": tiles(metrics, manifest, unit),
         "charts": charts,
         "per_point": max((curve.per_point for chart in charts for curve in chart.curves), default=1),
         "readouts": {chart.plot.key: chart.readout for chart in charts},
@@ -82,7 +84,7 @@ def gather(run: Path) -> dict[str, Any]:
         "peak": peak_text(manifest),
         "example": read_json(run / EXAMPLE) if (run / EXAMPLE).exists() else None,
         "samples": dict(sorted(samples.items(), reverse=True)),
-        "config": config.read_text(encoding="utf-8", errors="replace") if config.exists() else None,
+        "config": text,
         "facts": facts(manifest),
         "lines": len(metrics),
         "weft": weft.__version__,
@@ -90,7 +92,24 @@ def gather(run: Path) -> dict[str, Any]:
     }
 
 
-def plots(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[Plot]:
+def loss_unit(config: str | None) -> str:
+    """Returns the unit of the loss as text after a label; "" if the objective is not known to have a unit.
+
+    Args:
+        config: the text of `config.yaml`.
+    """
+    from ruamel.yaml import YAML, YAMLError
+
+    try:
+        sections = YAML(typ="safe", pure=True).load(config or "")
+    except YAMLError:
+        return ""  # the page shows a damaged file as it is
+    objective = sections.get("objective") if isinstance(sections, dict) else None
+    name = objective.get("type") if isinstance(objective, dict) else objective
+    return ", nats per token" if name in ("pretrain", "sft") else ""
+
+
+def plots(metrics: list[dict[str, Any]], manifest: dict[str, Any], unit: str) -> list[Plot]:
     """Returns the charts of the page: one for each built-in metric, then one for each custom metric."""
 
     def series(key: str, name: str, scale: float = 1.0, **more: Any) -> Series:
@@ -104,7 +123,7 @@ def plots(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[Plot]
     bits = [series("validation_bits_per_byte", "bits per byte", kind="validation")]
     note = str(manifest.get("memory_kind") or "")
     every = [
-        Plot("loss", "Loss, nats per token", loss, "{:.4f}".format, width=1136, height=380),
+        Plot("loss", f"Loss{unit}", loss, "{:.4f}".format, width=1136, height=380),
         Plot("lr", "Learning rate", [series("lr", "lr")], "{:.3e}".format, from_zero=True),
         Plot("grad_norm", "Gradient norm, before clipping", norm, "{:.4g}".format, from_zero=True, allow_log=True),
         Plot("speed", "Tokens per second, all ranks", speed, "{:,.0f}".format, from_zero=True),
@@ -122,7 +141,7 @@ def plots(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[Plot]
     return every
 
 
-def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[str, str]]:
+def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any], unit: str) -> list[dict[str, str]]:
     """Returns the headline numbers of the page, each with label, value and note."""
     found: list[dict[str, str]] = []
 
@@ -139,7 +158,7 @@ def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[
         return statistics.median(values) if values else None
 
     if (loss := last("loss")) is not None:
-        tile("Loss", f"{loss[0]:.4f}", f"at step {loss[1]:,}, nats per token")
+        tile("Loss", f"{loss[0]:.4f}", f"at step {loss[1]:,}{unit}")
     if (held_out := last("validation_loss")) is not None:
         best = min((m["validation_loss"] for m in metrics if _finite(m.get("validation_loss"))), default=None)
         note = f"at step {held_out[1]:,}"

@@ -49,7 +49,8 @@ class Outcome:
         status: "finished"; "stopped" by a signal; "stopped-early" by a callback; or "non-finite" after a loss or
             gradient that is not finite.
         step: number of updates of all sessions, including skipped updates; a checkpoint of this step exists.
-        loss: the loss of the last update, in nats per token; None if this session made no update.
+        loss: the loss of the last update, in nats per token (or per unit of the objective's weight); None if this
+            session made no update.
         validation: the metrics of the session's last validation.
         signal: the signal that stopped the run.
         reason: the reason that a callback gave for stopping the run.
