@@ -8,6 +8,7 @@ import torch
 
 from weft.data.batches.given import batch_from
 from weft.data.batches.layout import Layout
+from weft.errors import UserError
 from weft.objectives.grpo import GRPO
 
 LENGTHS = (3, 7, 1, 5, 4, 6)  # of the answers: two groups of three
@@ -171,6 +172,26 @@ def test_advantages_are_differences_within_the_group(sampled):
     for wrong in (torch.zeros(4, 1), torch.tensor([[0.0, torch.nan]])):
         with pytest.raises(Exception, match=r"2 or more per group|rewards of prompt 0"):
             GRPO().advantages(wrong)
+
+
+@pytest.mark.parametrize("kind", ["group_std", "batch", "none"])
+def test_small_differences_of_large_rewards_count(kind):
+    rewards = torch.tensor([[1e6, 1e6 + 0.5], [1e6, 1e6]], dtype=torch.float64)
+    centered = torch.tensor([-0.25, 0.25], dtype=torch.float64)
+    divisor = {"group_std": centered.std(), "batch": rewards.std(), "none": 1.0}[kind]
+    found = GRPO(normalize=kind).advantages(rewards)
+    torch.testing.assert_close(found[0], centered / divisor)
+    assert found[1].tolist() == [0, 0]
+    # Equal rewards with the rounding of float32 (of float64, where it is not amplified) are equal.
+    noise = 2.0**-23 if kind == "group_std" else 2.0**-50
+    assert GRPO(normalize=kind).advantages(torch.tensor([[1, 1 + noise], [0, 0]], dtype=torch.float64)).eq(0).all()
+
+
+def test_arguments_without_effect_are_refused():
+    for arguments, key in (({"reference": "runs/x"}, "reference"), ({"kl": "k3"}, "kl")):
+        with pytest.raises(UserError, match=rf"objective\.{key}: no effect with beta: 0; set beta, such as 0\.04"):
+            GRPO(**arguments)
+        assert GRPO(beta=0.1, **arguments).kl == "k3"
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])

@@ -8,6 +8,7 @@ import torch
 from rollout_runs import settings, write_inputs
 from running import train
 
+from weft.cli.main import main
 from weft.config.run import RunConfig
 from weft.errors import ConfigError, UserError
 from weft.train.rollouts.rewards import Rewards
@@ -86,6 +87,22 @@ def test_a_record_that_lacks_an_argument_is_refused_with_its_line(run_yaml, caps
         print(json.dumps({"prompt": "ka"}), file=file)
     assert train(run_yaml(**settings({"reward": "rollout_rewards:short"}))) == 2
     assert "prompts.jsonl:25: the record has no 'number'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("objective", "training", "part"),
+    [
+        ({"kl": "k3"}, {}, "objective.kl: no effect with beta: 0; set beta, such as 0.04"),
+        ({"reference": "run"}, {}, "objective.reference: no effect with beta: 0; set beta, such as 0.04"),
+        ({"type": "online_dpo", "loss": "cdpo"}, {}, "objective.label_smoothing: the loss cdpo needs a value above 0"),
+        ({"type": "online_dpo", "label_smoothing": 0.1}, {}, "objective.label_smoothing: no effect on the loss sigm"),
+        ({}, {"qat": {"type": "int4"}}, "training.qat: answers are sampled from weights that are not rounded"),
+        ({"type": "online_dpo"}, {"qat": {"type": "int4"}}, "training.qat: answers are sampled from weights that"),
+    ],
+)
+def test_settings_without_effect_are_reported_by_the_check(objective, training, part, run_yaml, capsys):
+    assert main(["config", "check", str(run_yaml(**settings(objective, training=training)))]) == 2
+    assert part in capsys.readouterr().err
 
 
 OBJECTIVE = """

@@ -48,6 +48,10 @@ def check_rollouts(draft: Draft) -> None:
         draft.report("data.validation", f"{what}; remove the key, and evaluate checkpoints instead")
     if draft.get("data.overlong") == "truncate":
         draft.report("data.overlong", "a prompt is not truncated; set drop or refuse")
+    if draft.get("training.qat.type") is not None:
+        what = "answers are sampled from weights that are not rounded, so they would not be those of the trained model"
+        remedy = "remove the section, and use it in a later run on given data"
+        draft.report("training.qat", f"{what}; {remedy}", "objective.type")
     _check_functions(draft)
     _check_sizes(draft)
 

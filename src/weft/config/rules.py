@@ -201,7 +201,7 @@ def _check_frozen_models(draft: Draft) -> None:
 
 
 def _check_preferences(draft: Draft) -> None:
-    """Reports a head that does not fit the objective, and arguments of `dpo` that contradict each other."""
+    """Reports a head that does not fit the objective, and arguments of objectives that contradict each other."""
     objective, labels, loss = draft.get("objective.type"), draft.get("model.num_labels"), draft.get("objective.loss")
     if objective == "reward" and draft.get("model.type") == "hf":
         draft.report("objective.type", "reward needs the built-in decoder; use model: {from: ...} with num_labels: 1")
@@ -211,10 +211,19 @@ def _check_preferences(draft: Draft) -> None:
         what = f"the model returns scores, which the objective {objective} cannot train"
         draft.report("model.num_labels", f"{what}; set objective: {{type: reward}}", "model.from")
     smooths = loss in ("cdpo", "robust")
-    if objective == "dpo" and loss is not None and bool(draft.get("objective.label_smoothing")) != smooths:
+    if (
+        objective in ("dpo", "online_dpo")
+        and loss is not None
+        and bool(draft.get("objective.label_smoothing")) != smooths
+    ):
         what = f"the loss {loss} needs a value above 0, such as 0.1" if smooths else f"no effect on the loss {loss}"
         remedy = "" if smooths else "; remove the key, or set loss: cdpo"
         draft.report("objective.label_smoothing", f"{what}{remedy}", "objective.loss")
+    if objective == "grpo" and draft.get("objective.beta") == 0:
+        for key, default in (("reference", "start"), ("kl", None)):
+            if draft.get(f"objective.{key}") not in (default, None):
+                what = "no effect with beta: 0; set beta, such as 0.04"
+                draft.report(f"objective.{key}", what, "objective.beta")
 
 
 def _check_trained_rows(draft: Draft) -> None:

@@ -6,7 +6,9 @@ from typing import Literal
 
 import torch
 
-EQUAL = 1e-6  # rewards of a group that differ by less, relative to the largest, are equal: the rounding of float32
+# Rewards of a group that differ by at most this, relative to the largest magnitude in the group, are equal.
+EQUAL = 1e-12  # rounding of float64
+EQUAL_STD = 2.0**-22  # 2.4e-7, rounding of float32: divided by its own standard deviation, it would become about 1
 
 
 def group_advantages(
@@ -17,8 +19,11 @@ def group_advantages(
 ) -> torch.Tensor:
     """Returns the advantage of each answer, float64 `[prompts, group]`: its reward minus a baseline of its group.
 
-    The advantages of a group of equal rewards are exactly 0. With `normalize="none"`, the baseline is the group's mean
-    as in Dr. GRPO (Liu et al., 2025), or the mean of the group's other answers as in RLOO (Ahmadian et al., 2024).
+    The advantages of a group of equal rewards are exactly 0. Rewards are equal if they differ by at most 1e-12 of the
+    largest magnitude in the group; with `group_std`, which would amplify rounding of float32, by at most 2.4e-7.
+
+    With `normalize="none"`, the baseline is the group's mean as in Dr. GRPO (Liu et al., 2025), or the mean of the
+    group's other answers as in RLOO (Ahmadian et al., 2024).
 
     Args:
         rewards: rewards of the answers to each prompt, `[prompts, group]`.
@@ -45,4 +50,5 @@ def group_advantages(
     elif normalize == "batch":
         advantages = advantages / rewards.std()
     spread = rewards.amax(1, keepdim=True) - rewards.amin(1, keepdim=True)
-    return advantages.masked_fill(spread <= EQUAL * rewards.abs().amax(1, keepdim=True), 0.0)
+    equal = EQUAL_STD if normalize == "group_std" else EQUAL
+    return advantages.masked_fill(spread <= equal * rewards.abs().amax(1, keepdim=True), 0.0)

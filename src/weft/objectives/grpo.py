@@ -45,11 +45,13 @@ class GRPO(Objective):
             answers. Advantages are differences to the mean reward of the other answers of the group.
         clip: lower clipping range of the ratio.
         clip_high: upper clipping range. Default: `clip`.
-        beta: coefficient of the KL divergence to the reference model, as a term of the loss; 0: no reference.
+        beta: coefficient of the KL divergence to the reference model, as a term of the loss; 0: no reference, and `kl`
+            and `reference` are refused.
         kl: estimator of the KL divergence that the loss and the metric `kl` report (Schulman, 2020), for
             `x = log p - log p_reference`. `k1`: x. `k2`: x^2 / 2. `k3`: exp(-x) - 1 + x. The gradient is that of the
             exact divergence for each of them, estimated by `r x` times the gradient of log p. The gradient of `k1` as
             a term of the loss has the expectation 0, and that of `k3` is the gradient of the reverse divergence.
+            Default: `k3`.
         reference: the reference model: `start`, the model as the run starts, or a path of a model.
         normalize: divisor of advantages. `group_std`: standard deviation of the group's rewards. `batch`: standard
             deviation of all rewards of the rollout. `none`: 1. Default: `none` for `dr_grpo` and `rloo`, else
@@ -91,7 +93,7 @@ class GRPO(Objective):
         clip: Annotated[float, Gt(0)] = 0.2,
         clip_high: Annotated[float, Gt(0)] | None = None,
         beta: Annotated[float, Ge(0)] = 0.0,
-        kl: Literal["k1", "k2", "k3"] = "k3",
+        kl: Literal["k1", "k2", "k3"] | None = None,
         reference: str = "start",
         normalize: Literal["group_std", "batch", "none"] | None = None,
         mask_truncated: bool = False,
@@ -109,8 +111,11 @@ class GRPO(Objective):
         max_turns: Annotated[int, Ge(1)] = 1,
         tools: Sequence[str] = (),
     ):
+        if not beta and (reference != "start" or kl is not None):
+            key = "kl" if reference == "start" else "reference"
+            raise UserError(f"objective.{key}: no effect with beta: 0; set beta, such as 0.04")
         self.variant, self.beta = loss, beta
-        self.kl: Literal["k1", "k2", "k3"] = kl
+        self.kl: Literal["k1", "k2", "k3"] = kl or "k3"
         self.clip, self.clip_high = clip, clip if clip_high is None else clip_high
         default = "none" if loss in ("dr_grpo", "rloo") else "group_std"
         self.normalize: Literal["group_std", "batch", "none"] = normalize or default
