@@ -8,6 +8,7 @@ from weft.data.batches.batch import Batch
 from weft.data.batches.given import batch_from
 from weft.data.batches.layout import Field, Layout
 from weft.data.batches.loader import BatchSource
+from weft.data.batches.samples import collate
 from weft.errors import UserError
 
 LAYOUT = Layout({"label": Field(per_document=True)})
@@ -89,7 +90,7 @@ def test_items_are_adjacent_documents():
         ([[-1, 0, 0, 7], [3, 3, 1, 1]], [[0, 1, 1, 2], [0, 0, 1, 1]]),
         ([[0, 0, 1, -1], [0, 1, 2, -1]], [[0, 0, 1, 2], [0, 1, 2, 3]]),
         ([[10**12, 10**12, 5, 5], [0, 0, 0, 0]], [[0, 0, 1, 1], [0, 0, 0, 0]]),
-        ([[0, 0, 2, 2], [1, 1, 1, 4]], [[0, 0, 2, 2], [1, 1, 1, 4]]),  # ascending indices stay
+        ([[0, 0, 2, 2], [1, 1, 1, 4]], [[0, 0, 1, 1], [0, 0, 0, 1]]),
     ],
 )
 def test_runs_of_other_segments_are_counted(segments, documents):
@@ -123,3 +124,28 @@ def test_negative_segments_of_a_batch_made_by_hand_are_refused():
     ones = torch.ones(1, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="segments must be 0 or more"):
         Batch(ones, ones, ones.float(), ones, -ones, ones[:, 0])
+
+
+PAIRS = Layout(data="preferences")
+
+
+def test_pairs_do_not_depend_on_the_numbers_of_documents():
+    tokens = np.arange(8)[None]
+    for segments in ([0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 2, 2, 3, 3, 4, 4], [0, 0, 2, 2, 5, 5, 6, 6]):
+        batch = batch_from({"tokens": tokens, "segments": np.array([segments])}, PAIRS)
+        assert batch.by_item(batch.learned_documents).all(-1).tolist() == [[True, True]]
+
+
+def test_answers_without_their_pair_are_refused():
+    class Rows:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return {"tokens": np.arange(4), "segments": [0, 0, 1, 1] if index < 2 else [0, 0, 0, 0]}
+
+    with pytest.raises(UserError, match=r"sequence 1 has an answer without its pair.*segments"):
+        batch_from({"tokens": np.ones((2, 4), int), "segments": [[0, 0, 1, 1], [0, 0, 0, 0]]}, PAIRS)
+    assert len(collate(Rows(), [0, 1], np.arange(2), batch_size=3, real=2, layout=PAIRS).tokens) == 3
+    with pytest.raises(UserError, match=r"Rows\[2\] has an answer without its pair"):
+        collate(Rows(), [0, 1, 2, 3], np.arange(4), batch_size=4, real=4, layout=PAIRS)

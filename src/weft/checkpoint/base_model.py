@@ -212,7 +212,8 @@ def source_digest(section: AnyModelSection, checkpoint: Path) -> str:
         return weights_digest(section, checkpoint, collective=True)
     tensors = ranks.agree(lambda: dict(checkpoint_tensors(checkpoint)))
     lines = ranks.agree(lambda: _tensor_digests(tensors, list(tensors)))
-    text = "\n".join([record.base.digest, *(f"{name} {lines[name]}" for name in sorted(lines))])
+    settings = record.section.model_dump_json(exclude={"from_"})  # such as alpha, which scales the adapter
+    text = "\n".join([record.base.digest, settings, *(f"{name} {lines[name]}" for name in sorted(lines))])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -49,7 +49,7 @@ def fill_logprobs(job: Job, data: Data, frozen: FrozenModels, passes: Passes) ->
     for field, cached in frozen.cached.items():
         model: FrozenModel | None = None
         for dataset, layout in packed_datasets(data):
-            content = [VERSION, cached.identity, dataset.store.info.digest, dataset.length, job.config.data.packing]
+            content = [VERSION, cached.identity, dataset.store.info.identity, dataset.length, job.config.data.packing]
             name = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
             path = cache_folder() / "logprobs" / f"{name}.npy"
             with ExitStack() as lock:

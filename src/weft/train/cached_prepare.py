@@ -130,8 +130,11 @@ def _path(job: Job, dataset: Dataset, frozen: FrozenModels, objective: Any, layo
             f"objective: only samples of token stores can be cached, but the data have a {name}; turn caching off"
         )
     models, config = {name: model.identity for name, model in frozen.prepared.items()}, job.config.data
-    samples = [dataset.store.info.digest, dataset.length, config.packing, config.document_attention]
-    content = [VERSION, models, samples, objective.cache_prepare, layout.vocab_size]
+    samples = [dataset.store.info.identity, dataset.length, config.packing, config.document_attention]
+    if isinstance(dataset, PackedDataset):
+        samples += [dataset.whole, dataset.last_tokens]
+    made = f"{type(objective).__module__}:{type(objective).__qualname__}"
+    content = [VERSION, models, samples, made, objective.cache_prepare, layout.vocab_size]
     return cache_folder() / "prepared" / hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -111,6 +111,17 @@ class Batch:
         """Whether each document has a token with loss, bool `[batch, documents]`. False for padding."""
         return self.document_sums(self.weight > 0) > 0
 
+    def unpaired_row(self) -> int | None:
+        """Returns the first sequence with an answer whose pair has no token with loss; None if there is none.
+
+        Only for data of preferences (`Layout.data`), whose items are pairs of documents.
+        """
+        if self.layout.data != "preferences":
+            return None
+        learned = self.by_item(self.learned_documents)
+        rows = (learned.any(-1) != learned.all(-1)).any(-1).nonzero()
+        return int(rows[0, 0]) if len(rows) else None
+
     def at_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the value of each token's document, `[batch, seq]`. `values` is `[batch, documents]`."""
         segments = self._segments

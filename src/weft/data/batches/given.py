@@ -11,7 +11,7 @@ import torch
 
 from weft.data.batches.batch import Batch
 from weft.data.batches.layout import TOKEN_KEYS, Layout
-from weft.data.batches.samples import IGNORED, Arrays, first_invalid_id, with_defaults
+from weft.data.batches.samples import IGNORED, UNPAIRED, Arrays, first_invalid_id, with_defaults
 from weft.errors import UserError
 
 ALIGNED = "input_ids"  # in place of tokens, as in Transformers, where a label belongs to the token at its own position
@@ -41,6 +41,8 @@ def batch_from(given: Mapping[str, Any] | Batch, layout: Layout) -> Batch:
         UserError: a key is missing or unknown, or a value has the wrong device, dtype or shape, or is invalid.
     """
     batch = _check_batch(given, layout) if isinstance(given, Batch) else _converted(given, layout)
+    if (row := batch.unpaired_row()) is not None:
+        raise UserError(f"the batch is not valid: sequence {row} {UNPAIRED}")
     return batch.weigh_documents() if layout.weigh_documents else batch
 
 

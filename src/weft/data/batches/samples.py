@@ -14,6 +14,10 @@ from weft.data.batches.batch import Batch
 from weft.data.batches.layout import PLAIN, TOKEN_KEYS, Layout
 from weft.errors import UserError
 
+UNPAIRED = (
+    "has an answer without its pair; a chosen and a rejected answer are two adjacent documents of one sequence: give "
+    "both in one sequence, with `segments`"
+)
 IGNORED = -100  # a label without loss, the default `ignore_index` of PyTorch
 
 Arrays = dict[str, np.ndarray]
@@ -71,6 +75,9 @@ def collate(
     extra = {name: tensors.pop(name) for name in layout.fields}
     numbers = numbers.repeat_interleave(layout.sequences)
     batch = Batch(**{"segments": None, **tensors}, samples=numbers, extra=extra, layout=layout)
+    if not getattr(dataset, "complete", False) and (row := batch.unpaired_row()) is not None:
+        name = f"{type(dataset).__name__}[{indices[row // layout.sequences]}]"
+        raise UserError(f"{name} {UNPAIRED}")
     return batch.weigh_documents() if layout.weigh_documents else batch
 
 
@@ -221,13 +228,11 @@ def with_defaults(given: Mapping[str, Any], lead: tuple[int, ...]) -> Arrays:
 
 
 def index_documents(segments: np.ndarray) -> np.ndarray:
-    """Returns segments `[..., seq]` as indices of documents: at least 0, at most seq, ascending in each sequence.
+    """Returns the index of each token's document in its sequence, `[..., seq]`: 0, then 1 more for each next document.
 
-    A document is a run of equal segments. If the segments are not such indices, the result is the index of each run.
+    A document is a run of equal `segments` `[..., seq]`.
     """
     steps = np.diff(segments)
-    if (steps >= 0).all() and segments.min() >= 0 and segments.max() <= segments.shape[-1]:
-        return segments
     return np.concatenate([np.zeros_like(segments[..., :1]), (steps != 0).cumsum(-1)], -1)
 
 

@@ -111,6 +111,11 @@ class StoreInfo(BaseModel):
         return hashlib.sha256(" ".join([self.bin_sha256, str(self.mask_sha256), *fields]).encode()).hexdigest()
 
     @property
+    def identity(self) -> list[str]:
+        """What identifies the documents: the digests of their contents and of their lengths, and the kind."""
+        return [self.digest, self.idx_sha256, self.kind]
+
+    @property
     def item_documents(self) -> int:
         """Number of documents per item: 2 for preferences (chosen and rejected), else 1. An item is never split."""
         return 2 if self.kind == "preferences" else 1
