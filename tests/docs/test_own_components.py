@@ -178,7 +178,7 @@ def test_what_a_sample_lacks_is_as_the_table_says():
     assert given["weight"].tolist() == [[1, 1, 1, 1]]
     assert given["positions"].tolist() == [[0, 1, 2, 3]]
     some = read_samples(Sums(at_0={"tokens": tokens, "segments": [3, 3, 4, 4]}, at_1={"tokens": tokens}), np.arange(2))
-    assert some["segments"].tolist() == [[3, 3, 4, 4], [0, 0, 0, 0]]
+    assert some["segments"].tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
     for parts in (plain, given, some):
         kinds = {name: part.dtype for name, part in parts.items()}
         assert kinds.pop("weight") == np.float32

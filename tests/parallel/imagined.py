@@ -87,9 +87,10 @@ class Steps(Loop):
 
 
 class Rows:
-    """The same random tokens in every step."""
+    """The same random tokens in every step, in micro-batches of `micro` sequences."""
 
-    def __init__(self, rows: int, sequence: int, vocabulary: int):
+    def __init__(self, rows: int, sequence: int, vocabulary: int, micro: int):
+        self.micro = micro
         tokens = torch.randint(vocabulary, (rows, sequence + 1))
         self.batch = Batch(
             tokens=tokens[:, :-1].contiguous(),
@@ -99,6 +100,9 @@ class Rows:
             segments=None,
             samples=torch.arange(rows),
         )
+
+    def micro_batch_size(self, batch: Batch) -> int:
+        return self.micro
 
     def iterate(self, start: int, stop: int, workers: int) -> Iterator[Batch]:
         for _ in range(start, stop):
@@ -137,7 +141,8 @@ def loop_of(config: RunConfig, world: World, wire: Wire, model: torch.nn.Module,
     length = derive(config, mesh=world.shape)
     objective = load_class(config.objective, "objective")(**config.objective.arguments)
     schedule = load_class(config.schedule, "schedule")(length.steps, **config.schedule.arguments)
-    rows = Rows(length.sequences_per_rank, length.sequence_length, config.model.vocab_size)
+    sizes = length.sequences_per_rank, length.sequence_length, config.model.vocab_size
+    rows = Rows(*sizes, length.micro_batch_size)
     loop = Steps(
         Job(config, world, SimpleNamespace(path=Path()), Console(prints=False)),
         Data(length, rows, (), {}),

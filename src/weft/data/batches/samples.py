@@ -75,7 +75,7 @@ def collate(
     extra = {name: tensors.pop(name) for name in layout.fields}
     numbers = numbers.repeat_interleave(layout.sequences)
     batch = Batch(**{"segments": None, **tensors}, samples=numbers, extra=extra, layout=layout)
-    if not getattr(dataset, "complete", False) and (row := batch.unpaired_row()) is not None:
+    if (row := batch.unpaired_row()) is not None:
         name = f"{type(dataset).__name__}[{indices[row // layout.sequences]}]"
         raise UserError(f"{name} {UNPAIRED}")
     return batch.weigh_documents() if layout.weigh_documents else batch
