@@ -12,7 +12,11 @@ from weft.cli.main import main
 from weft.config.mesh import MeshShape
 from weft.config.run import RunConfig
 from weft.errors import UserError
-from weft.train.data import open_data
+from weft.objectives.dpo import DPO
+from weft.objectives.grpo import GRPO
+from weft.objectives.kto import KTO
+from weft.parallel.objective import Objective
+from weft.train.data import layout_of, open_data
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +156,21 @@ def test_own_samples_have_the_length_that_rows_are_cut_by(run_yaml, tmp_path, mo
     assert open_data(config, SimpleNamespace(shape=MeshShape(), data_rank=0, data_ranks=1)).length.steps == 9
     with pytest.raises(UserError, match=r"data\.train: Own's samples have 48 tokens.*; set data\.sequence_length: 48$"):
         open_data(config, SimpleNamespace(shape=MeshShape(tp=2), data_rank=0, data_ranks=1))
+
+
+class LastTokens(Objective):
+    last_tokens = True
+
+
+@pytest.mark.parametrize("objective", [GRPO(), DPO(), KTO(), LastTokens()], ids=lambda one: type(one).__name__)
+def test_a_length_warm_up_is_refused_where_documents_must_stay_whole(run_yaml, tmp_path, monkeypatch, objective):
+    """Also where the check of the run file cannot see it: fields that a property returns, own datasets."""
+    monkeypatch.chdir(tmp_path)
+    data = {"train": {"type": "rows_never_read:Rows"}, "validation": None, "sequence_length": 32}
+    warmed = data | {"length_warmup": {"start": 8, "steps": 4}}
+    code = "class Rows:\n    def __len__(self): return 99\n    def __getitem__(self, i): return {'tokens': range(32)}\n"
+    (tmp_path / "rows_never_read.py").write_text(code)
+    config = RunConfig.load(run_yaml("whole.yaml", data=warmed, training={"steps": 9, "batch_tokens": 128}))
+    world = SimpleNamespace(shape=MeshShape(), data_rank=0, data_ranks=1)
+    with pytest.raises(UserError, match=r"^data\.length_warmup: a warm-up splits documents, .*; remove the key$"):
+        open_data(config, world, layout=layout_of(objective, config))

@@ -128,8 +128,14 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
         layout: result of `layout_of`; default: samples of tokens only.
 
     Raises:
-        UserError: a store is damaged, the sources are too small for the run, or the training data have no sample.
+        UserError: a store is damaged, the sources are too small for the run, the training data have no sample, or
+            length warm-up would split documents that the objective needs complete.
     """
+    # `config check` reads only literals in the source of the objective's class.
+    if config.data.length_warmup is not None and layout.whole_documents:
+        raise UserError(
+            "data.length_warmup: a warm-up splits documents, but the objective needs complete answers; remove the key"
+        )
     config = config.model_copy(update={"data": config.data.with_stores})
     train, stores = open_train(config, console, layout)
     _raise_if_wrong_length("data.train", train, config, world, layout)

@@ -100,10 +100,11 @@ class Batch:
         """Returns the value that each document has in the field `name`, float64 `[batch, documents]`.
 
         The objective must declare the field with `Field(per_document=True)`, so that `extra[name]` is the document's
-        value at each of its tokens. Columns without tokens are 0.
+        value at each of its tokens. Columns without tokens are 0. Values of a field of dtype float64 can have a
+        rounding error, because the result is a mean over the document's tokens; those of float32 are exact.
         """
         values = self.extra[name]
-        # The mean of equal values is exact: float64 has room for the sum of 2 ** 29 equal float32 numbers.
+        # float64 has room for the sum of 2 ** 29 equal float32 numbers.
         return self.document_sums(values) / self.document_sums(torch.ones_like(values)).clamp(min=1)
 
     @property

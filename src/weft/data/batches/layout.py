@@ -105,5 +105,11 @@ class Layout:
         """The leading dimensions of a sample's arrays: `(sequences,)`, or `()` if a sample is one sequence."""
         return (self.sequences,) if self.sequences > 1 else ()
 
+    @property
+    def whole_documents(self) -> bool:
+        """Whether the objective needs complete documents, so that no document may be split over sequences."""
+        per_document = any(field.per_document for field in self.fields.values())
+        return per_document or self.last_tokens or self.data == "preferences"
+
 
 PLAIN = Layout()
