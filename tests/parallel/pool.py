@@ -180,10 +180,13 @@ def fit(file: Path, fresh: bool) -> None:
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """torchrun's, with our store in the place of its agent's; none for a process alone."""
+    """torchrun's, with our store in the place of its agent's; none for a process alone. And the cache of the test:
+    the processes begin with the environment of the test that was the first to start any.
+    """
+    cache = {key: os.environ[key] for key in ("WEFT_CACHE",) if key in os.environ}
     if ranks == 1:
-        return {}
-    return {
+        return cache
+    return cache | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
