@@ -8,6 +8,9 @@ import pytest
 from running import losses, metrics, train
 from test_raw_data import cache, raw_yaml  # noqa: F401
 
+from weft.checkpoint.base_model import source_digest
+from weft.checkpoint.load import architecture, find_checkpoint
+
 ANSWERS = ["Kalo mi.", "Ren sta tu, vo shi pra el.", "Zx" * 60, "x", "Tu vo. " * 3, "El?", "y", "Sta " * 12]
 RECORDS = [{"prompt": f"Vo {n}?", "chosen": a, "rejected": ANSWERS[n - 1]} for n, a in enumerate(ANSWERS)]
 
@@ -66,6 +69,15 @@ def test_what_is_cached_is_what_the_model_says_also_of_a_trained_adapter(write, 
     assert "computing" in capsys.readouterr().err
     np.testing.assert_allclose(numbers(runs / "second-once"), numbers(runs / "second"), rtol=0, atol=1e-9)
     assert abs(numbers(runs / "second") - numbers(runs / "first"))[:, 2].max() > 1e-3
+    checkpoint = find_checkpoint(runs / "first")  # the same tensors with other settings are another model
+    section, record = architecture(checkpoint), json.loads((checkpoint / "adapter.json").read_text())
+    found = [source_digest(section, checkpoint)]
+    for changed in ({}, {"from": "elsewhere"}, {"alpha": 5.0}, {"rslora": True}):
+        (checkpoint / "adapter.json").write_text(json.dumps(record | {"adapter": record["adapter"] | changed}))
+        found.append(source_digest(section, checkpoint))
+    assert found[0] == found[1] == found[2]
+    assert len(set(found)) == 3
+
     file.write_bytes(b"damaged")
     monkeypatch.undo()
     assert train(write("again", once=True)) == 0

@@ -1,13 +1,20 @@
 """Distillation with cached probabilities of the teacher makes the updates of distillation with the teacher."""
 
+import errno
+import fcntl
 import json
 import os
+import shutil
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from running import metrics, train
 
+from weft.files import publish
 from weft.objectives.distill import Distill
 
 MODEL = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -81,3 +88,61 @@ def test_a_damaged_cache_is_computed_again_and_custom_data_are_refused(write, tm
     assert "only samples of token stores can be cached, but the data have a Sequences" in capsys.readouterr().err
     with pytest.raises(Exception, match=r"objective\.cache_teacher: .*set top_k"):
         Distill(teacher="t", cache_teacher=True)
+
+
+def folders():
+    """The cached folders of the stores, ordered by name."""
+    return sorted({file.parent for file in cached()})
+
+
+def test_a_run_waits_for_another_that_computes_the_same_and_keeps_what_it_publishes(
+    write, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    assert train(write("first", cache_teacher=True)) == 0
+    kept = {folder: folder.stat().st_ino for folder in folders()}
+    assert len(kept) == 2
+    away = {folder: shutil.move(folder, tmp_path / folder.name) for folder in kept}
+    capsys.readouterr()
+
+    locks = [folder.with_suffix(".lock").open("w") for folder in kept]
+    for lock in locks:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    waited = threading.Event()
+
+    def other():  # publishes once this run waits
+        waited.wait(60)
+        for folder, moved in away.items():
+            shutil.move(moved, folder)
+        for lock in locks:
+            lock.close()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    clock = SimpleNamespace(sleep=lambda _: (waited.set(), time.sleep(0.05)))
+    monkeypatch.setattr("weft.train.cache_entries.time", clock)
+    assert train(write("second", cache_teacher=True)) == 0
+    assert waited.is_set()
+    thread.join()
+    assert "computing" not in capsys.readouterr().err
+    assert (numbers(tmp_path / "runs" / "first") == numbers(tmp_path / "runs" / "second")).all()
+
+    for folder, moved in away.items():
+        shutil.move(folder, moved)
+    refused = []
+
+    def publish_second(part, path, *, replace):  # on a file system without locks, another run can be first
+        shutil.move(away[path], path)
+        try:
+            publish(part, path, replace=replace)
+        except OSError as error:
+            refused.append(error.errno)
+            raise
+
+    monkeypatch.setattr("weft.train.cached_prepare.publish", publish_second)
+    assert train(write("third", cache_teacher=True)) == 0
+    assert len(refused) == 2
+    assert set(refused) <= {errno.ENOTEMPTY, errno.EEXIST}
+    assert {folder: folder.stat().st_ino for folder in folders()} == kept
+    assert not list((tmp_path / "cache" / "prepared").glob(".*"))
+    assert (numbers(tmp_path / "runs" / "first") == numbers(tmp_path / "runs" / "third")).all()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +18,13 @@ from weft.data.batches.layout import Layout
 from weft.data.batches.loader import BatchSource, ValidationBatches
 from weft.data.batches.mixture import ConcatDataset
 from weft.data.sequences.packed import PackedDataset
-from weft.errors import UserError
-from weft.files import cache_folder, lock_exclusively, new_file
+from weft.files import new_file
 from weft.formatting import counted
 from weft.observe.status import LONG, alive, doing
 from weft.parallel.objective import Objective
 from weft.parallel.passes import FrozenModel, Passes
 from weft.parallel.ranks import broadcast_object, error_on_all_ranks
+from weft.train.cache_entries import entry_path, read_or_lock, unwritable
 from weft.train.data import Data
 from weft.train.frozen_sources import FrozenModels
 from weft.train.job import Job
@@ -49,11 +47,10 @@ def fill_logprobs(job: Job, data: Data, frozen: FrozenModels, passes: Passes) ->
     for field, cached in frozen.cached.items():
         model: FrozenModel | None = None
         for dataset, layout in packed_datasets(data):
-            content = [VERSION, cached.identity, dataset.store.info.identity, dataset.length, job.config.data.packing]
-            name = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-            path = cache_folder() / "logprobs" / f"{name}.npy"
+            path = entry_path("logprobs", job.config, dataset, [VERSION, cached.identity]).with_suffix(".npy")
+            read = partial(_read_on_all, job, path, dataset.store.num_documents)
             with ExitStack() as lock:
-                values = _read_or_lock(job, path, dataset.store.num_documents, lock)
+                values = read_or_lock(job, path, read, lock)
                 if values is None:
                     model = model or cached.make()
                     values = _compute(job, data, dataset, layout, model, passes, field)
@@ -76,41 +73,11 @@ def packed_datasets(data: Data) -> Iterator[tuple[PackedDataset, Layout]]:
                 yield one, source.layout
 
 
-def _read_or_lock(job: Job, path: Path, documents: int, lock: ExitStack) -> np.ndarray | None:
-    """Returns the values in a cached file; or None, if this run must compute them and has the lock of the file.
-
-    Waits while another run computes the values. Only rank 0 reads, and holds the lock.
-
-    Args:
-        documents: number of values.
-        lock: unlocks the file when it is closed.
-    """
-    while True:
-        found = None
-
-        def read_or_lock() -> str:
-            nonlocal found
-            if (found := _read(path, documents)) is not None:
-                return "found"
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                handle = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
-            except OSError as error:
-                raise _unwritable(error, path) from None
-            lock.callback(os.close, handle)
-            try:
-                lock_exclusively(handle, "another run computes these values", path)
-            except UserError:
-                return "busy"
-            found = _read(path, documents)  # the other run may have finished in between
-            return "missing" if found is None else "found"
-
-        state = job.world.agree(read_or_lock, only_first=True)
-        if state != "busy":
-            return broadcast_object(found) if state == "found" else None
-        doing("waiting for another run that computes the same log-probabilities", "logprobs", LONG)
-        lock.close()
-        time.sleep(1)
+def _read_on_all(job: Job, path: Path, documents: int) -> np.ndarray | None:
+    """Returns the values in a file, which rank 0 reads; None if there is no such file, or the file is damaged."""
+    found: list[np.ndarray | None] = []
+    job.world.agree(lambda: found.append(_read(path, documents)), only_first=True)
+    return broadcast_object(found[0] if found else None)
 
 
 def _read(path: Path, documents: int) -> np.ndarray | None:
@@ -127,12 +94,7 @@ def _write(path: Path, values: np.ndarray) -> None:
         with new_file(path, os.getpid()) as file:
             np.save(file, values, allow_pickle=False)
     except OSError as error:
-        raise _unwritable(error, path) from None
-
-
-def _unwritable(error: OSError, path: Path) -> UserError:
-    what = f"cannot be written: {error.strerror}; free space, or set WEFT_CACHE to another folder"
-    return UserError(what, path.parent)
+        raise unwritable(error, path) from None
 
 
 @torch.no_grad()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
-import hashlib
-import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ from weft.data.batches.samples import Dataset, read_samples
 from weft.data.sequences.packed import PackedDataset
 from weft.data.sequences.placeholder import PlaceholderDataset
 from weft.data.sequences.windows import StoreDataset
-from weft.errors import UserError
-from weft.files import cache_folder
+from weft.files import publish
 from weft.formatting import counted
 from weft.observe.status import LONG, alive, doing
 from weft.parallel.passes import Passes
 from weft.parallel.ranks import all_gather_object, error_on_all_ranks
+from weft.train.cache_entries import entry_path, read_or_lock, unwritable
 from weft.train.data import Data
 from weft.train.frozen_sources import FrozenModels
 from weft.train.job import Job
@@ -89,12 +89,13 @@ def cache_prepared(job: Job, data: Data, frozen: FrozenModels, passes: Passes) -
     def wrap(dataset: Dataset) -> WithFields:
         if id(dataset) not in known:
             path = _path(job, dataset, frozen, passes.objective, layout)
-            found = _read(job, path, len(dataset))
-            if found is None:
-                if not passes.frozen:
-                    passes.frozen = {name: model.make() for name, model in frozen.prepared.items()}
-                _compute(job, data, dataset, path, passes, layout)
-                found = _read(job, path, len(dataset))
+            with ExitStack() as lock:
+                found = read_or_lock(job, path, lambda: _read(path, len(dataset)), lock)
+                if found is None:
+                    if not passes.frozen:
+                        passes.frozen = {name: model.make() for name, model in frozen.prepared.items()}
+                    _compute(job, data, dataset, path, passes, layout)
+                    found = _read(path, len(dataset))
             if found is None:
                 raise error_on_all_ranks(f"{path}: not found on all hosts; set WEFT_CACHE to a folder that they share")
             known[id(dataset)] = WithFields(dataset, found)
@@ -129,22 +130,24 @@ def _path(job: Job, dataset: Dataset, frozen: FrozenModels, objective: Any, layo
         raise error_on_all_ranks(
             f"objective: only samples of token stores can be cached, but the data have a {name}; turn caching off"
         )
-    models, config = {name: model.identity for name, model in frozen.prepared.items()}, job.config.data
-    samples = [dataset.store.info.identity, dataset.length, config.packing, config.document_attention]
-    if isinstance(dataset, PackedDataset):
-        samples += [dataset.whole, dataset.last_tokens]
+    models = {name: model.identity for name, model in frozen.prepared.items()}
     made = f"{type(objective).__module__}:{type(objective).__qualname__}"
-    content = [VERSION, models, samples, made, objective.cache_prepare, layout.vocab_size]
-    return cache_folder() / "prepared" / hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+    content = [VERSION, models, made, objective.cache_prepare, layout.vocab_size]
+    return entry_path("prepared", job.config, dataset, content)
 
 
-def _read(job: Job, path: Path, samples: int) -> dict[str, np.ndarray] | None:
-    """Returns the memory-mapped values in a folder; None if a rank does not find the values of all samples."""
+def _read(path: Path, samples: int) -> dict[str, np.ndarray] | None:
+    """Returns `_open` of a folder; None if a rank does not find the values of all samples."""
+    found = _open(path, samples)
+    return found if all(all_gather_object(found is not None)) else None
+
+
+def _open(path: Path, samples: int) -> dict[str, np.ndarray] | None:
+    """Returns the memory-mapped values in a folder; None if it does not have the values of all samples."""
     found: dict[str, np.ndarray] = {}
     with suppress(OSError, ValueError, EOFError):
         found = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))}
-    complete = bool(found) and all(len(array) == samples for array in found.values())
-    return found if all(all_gather_object(complete)) else None
+    return found if found and all(len(array) == samples for array in found.values()) else None
 
 
 def _compute(job: Job, data: Data, dataset: Any, path: Path, passes: Passes, layout: Layout) -> None:
@@ -180,7 +183,7 @@ class _Writer:
 
     def __init__(self, path: Path, samples: int):
         self.path, self.samples = path, samples
-        self.part = path.with_name(f".{path.name}-{os.getpid()}")
+        self.part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
         self.files: dict[str, Any] = {}
 
     def append(self, parts: list[tuple[int, dict[str, np.ndarray]]]) -> None:
@@ -197,17 +200,18 @@ class _Writer:
                     if len(values):
                         self.files[name].write(np.ascontiguousarray(values).data)
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise unwritable(error, self.path) from None
 
     def finish(self) -> None:
-        """Gives the folder its name, in place of a damaged folder."""
+        """Gives the folder its name, in place of a damaged folder. A folder that another run has published stays."""
         try:
             for file in self.files.values():
                 file.close()
-            shutil.rmtree(self.path, ignore_errors=True)
-            self.part.rename(self.path)
+            damaged = os.path.lexists(self.path) and _open(self.path, self.samples) is None
+            publish(self.part, self.path, replace=damaged)
         except OSError as error:
-            raise self._unwritable(error) from None
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise unwritable(error, self.path) from None
 
     def __enter__(self) -> _Writer:
         return self
@@ -216,7 +220,3 @@ class _Writer:
         for file in self.files.values():
             file.close()
         shutil.rmtree(self.part, ignore_errors=True)
-
-    def _unwritable(self, error: OSError) -> UserError:
-        what = f"cannot be written: {error.strerror}; free space, or set WEFT_CACHE to another folder"
-        return UserError(what, self.path.parent)
