@@ -22,7 +22,7 @@ from weft.generation.limits import check_length
 from weft.generation.runners import eval_mode
 from weft.models.decoder import Decoder
 from weft.models.forward import forward_of
-from weft.objectives.preference_pairs import answer_logprobs, pair_scalars, pair_weights
+from weft.objectives.preference_pairs import answer_lengths, answer_logprobs, pair_scalars, pair_weights
 from weft.objectives.reward import document_scores
 from weft.observe.console import Console
 
@@ -127,5 +127,6 @@ def _logprobs(models: list[nn.Module], batch: Batch, per_token: bool) -> torch.T
     for model in models:
         with eval_mode(model):
             outputs = forward_of(model)({key: getattr(batch, key) for key in INPUTS})
-        found.append(answer_logprobs(outputs, batch, mean=per_token))
-    return found[0] if len(found) == 1 else found[0] - found[1]
+        found.append(answer_logprobs(outputs, batch))
+    rewards = found[0] if len(found) == 1 else found[0] - found[1]
+    return rewards / answer_lengths(batch) if per_token else rewards

@@ -21,15 +21,13 @@ def pair_weights(batch: Batch) -> torch.Tensor:
     return batch.by_item(batch.learned_documents).all(-1).to(torch.float64) * batch.share
 
 
-def answer_logprobs(logprobs: torch.Tensor, batch: Batch, *, mean: bool = False) -> torch.Tensor:
+def answer_logprobs(logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Returns the log-probability of each document's answer given its prompt, float64 `[batch, documents]`.
 
     Args:
         logprobs: log-probabilities of the labels, `[batch, seq]`.
-        mean: whether to divide by the number of tokens of the answer.
     """
-    sums = batch.document_sums(logprobs.to(torch.float64) * batch.weight)
-    return sums / answer_lengths(batch) if mean else sums
+    return batch.document_sums(logprobs.to(torch.float64) * batch.weight)
 
 
 def answer_lengths(batch: Batch) -> torch.Tensor:
