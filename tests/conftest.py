@@ -3,10 +3,8 @@
 import json
 import os
 import random
-import resource
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -211,20 +209,3 @@ def run_yaml(tmp_path, tiny_tokenizer, tiny_store, tiny_heldout):
         return path
 
     return write
-
-
-@pytest.fixture
-def cpu_seconds():
-    """CPU time of a command: on a busy machine it varies less than wall time."""
-
-    def measure(command, runs=3):
-        """Returns the least user and system time, in seconds, of several runs, each of which must succeed."""
-        times = []
-        for _ in range(runs):
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        return min(times)
-
-    return measure

@@ -1,6 +1,7 @@
 """`weft config check | show | schema`."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -78,6 +79,7 @@ def test_a_missing_or_wrong_sub_verb(capsys):
     assert capsys.readouterr().err == "weft config check: required: FILE (weft config check --help)\n"
 
 
-def test_check_is_quick_and_needs_no_torch(cpu_seconds):
+def test_check_needs_no_torch():
     program = "import sys; from weft.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    assert cpu_seconds([sys.executable, "-c", program, "config", "check", "run.yaml", "--no-data"]) < 1.0
+    command = [sys.executable, "-c", program, "config", "check", "run.yaml", "--no-data"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)

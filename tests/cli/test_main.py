@@ -40,9 +40,7 @@ def verb(monkeypatch):
     return install
 
 
-def test_help_names_every_verb_and_is_quick(cpu_seconds):
-    bare = cpu_seconds([sys.executable, "-c", "import argparse, difflib"], runs=5)
-    assert cpu_seconds([sys.executable, "-m", "weft", "--help"], runs=5) < 6 * bare  # 3 times as many on a busy machine
+def test_help_names_every_verb():
     done = weft_command("--help")
     for name in ("train", "generate", "data", "config", "report", "quickstart"):
         assert f" {name} " in done.stdout
