@@ -1,5 +1,6 @@
 """`weft export` and `weft.export_model`: any source, and targets from outside."""
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 import weft
 from weft import plugins
 from weft.cli.main import main
+from weft.export import hf, peft
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from test_huggingface import SMALL, folder, logits, tensors, theirs
@@ -92,6 +94,18 @@ def test_targets_from_outside(tmp_path, monkeypatch, capsys):
     code, _, said = weft_command("export", source, "b.txt", "--to", "table")
     assert (code, said) == (2, "b.txt: already exists; choose another path, or move the existing one away\n")
     plugins._installed.cache_clear()
+
+
+def test_help_lists_the_options_of_each_target(capsys):
+    """Options are the keyword arguments of `export`, described by its docstring."""
+    assert main(["export", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for target, module in (("hf", hf), ("peft", peft)):
+        for name, argument in inspect.signature(module.export).parameters.items():
+            if argument.kind is argument.KEYWORD_ONLY:
+                flag = "--" + name.replace("_", "-")
+                assert f"{flag} {name.upper()} {target}: " in said
+    assert "--base BASE peft: name or path of the base model for adapter_config.json." in said
 
 
 def test_mistakes_in_a_target_are_one_line(tmp_path, monkeypatch, capsys):

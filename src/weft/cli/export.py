@@ -3,29 +3,81 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
 
 HELP = "write a trained model for other tools, such as Hugging Face's transformers"
 GROUP = "use"
 
 
+@dataclass(frozen=True)
+class TargetOption:
+    """An option of a built-in export target: a keyword-only argument of its function `export`.
+
+    Attributes:
+        name: name of the argument.
+        annotation: source code of the argument's annotation.
+        help: description of the argument in the docstring.
+    """
+
+    name: str
+    annotation: str
+    help: str
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    targets = built_in_targets()
     parser.description = (
         "Writes the model of a run's newest checkpoint, of one checkpoint, or of an imported or Hugging Face folder. "
         "--to hf, the default, writes config.json, safetensors and tokenizer files for AutoModelForCausalLM and "
         "AutoTokenizer, without remote code. A sharded checkpoint is assembled one tensor at a time. --to peft writes "
-        "the adapter of a run for PEFT (option base=NAME: the base model's name)."
+        "the adapter of a run for PEFT. Each option below names the formats that have it."
     )
     parser.add_argument("source", metavar="SRC", help="a run, a checkpoint, an imported or a Hugging Face folder")
     parser.add_argument("out", metavar="OUT", help="the folder or file to write")
-    parser.add_argument("options", metavar="key=value", nargs="*", help="options of the format; each value is YAML")
+    parser.add_argument(
+        "options", metavar="key=value", nargs="*", help="options of a plugin's format; each value is YAML"
+    )
     parser.add_argument(
         "--to",
         default="hf",
         metavar="FORMAT",
-        help="output format: hf (default), peft, the name of a plugin, or module:function",
+        help=f"output format: {', '.join(targets)} (default: hf), the name of a plugin, or module:function",
     )
-    parser.add_argument("--dtype", help="dtype of the weights, such as bfloat16 (default: as saved)")
-    parser.add_argument("--max-shard-size", metavar="SIZE", help="maximum size of a file (default: 5GB)")
+    for name in dict.fromkeys(option.name for options in targets.values() for option in options):
+        same = {target: option for target, options in targets.items() for option in options if option.name == name}
+        texts: dict[str, list[str]] = {}
+        for target, option in same.items():
+            texts.setdefault(option.help, []).append(target)
+        text = "; ".join(f"{', '.join(names)}: {help}" for help, names in texts.items()).replace("%", "%%")
+        flag = "--" + name.replace("_", "-")
+        if all(option.annotation == "bool" for option in same.values()):
+            parser.add_argument(flag, action="store_const", const=True, help=text)
+        else:
+            parser.add_argument(flag, metavar=name.upper(), help=text)
+
+
+def built_in_targets() -> dict[str, list[TargetOption]]:
+    """Returns name -> options of the built-in targets, read from their source code, because importing needs torch."""
+    found: dict[str, list[TargetOption]] = {}
+    for path in sorted((Path(__file__).parent.parent / "export").glob("*.py")):
+        for node in ast.parse(path.read_bytes()).body:
+            if isinstance(node, ast.FunctionDef) and node.name == "export":
+                texts = _described(ast.get_docstring(node) or "")
+                found[path.stem] = [
+                    TargetOption(one.arg, ast.unparse(one.annotation) if one.annotation else "", texts.get(one.arg, ""))
+                    for one in node.args.kwonlyargs
+                ]
+    return found
+
+
+def _described(docstring: str) -> dict[str, str]:
+    """Returns the descriptions of arguments in a docstring with a section `Args:`, each as one line."""
+    _, _, section = docstring.partition("\nArgs:\n")
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section.partition("\n\n")[0], re.MULTILINE)
+    return {name: " ".join(text.split()).rstrip(".") for name, text in entries}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,7 +85,11 @@ def run(args: argparse.Namespace) -> int:
     from weft.export.export_model import export_model
     from weft.observe.console import Console
 
-    options = {name: value for name in ("dtype", "max_shard_size") if (value := getattr(args, name)) is not None}
+    options = {}
+    for option in (option for options in built_in_targets().values() for option in options):
+        if (value := getattr(args, option.name)) is not None:
+            is_text = value is True or "str" in re.split(r"[ |]+", option.annotation)
+            options[option.name] = value if is_text else _yaml_value(value)
     for option in args.options:
         name, sign, value = option.partition("=")
         if not sign or not name.isidentifier():

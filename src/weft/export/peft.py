@@ -45,7 +45,7 @@ def export(source: Path, out: Path, console: Console, *, base: str | None = None
     if base is None:
         console.warning(
             f"the base model {record.base.path} is not a Hugging Face folder; export it, too (`weft export`), and give "
-            "that folder as the option base=HF_DIR"
+            "that folder as --base HF_DIR"
         )
     if record.section.quantize is not None:
         console.warning(
