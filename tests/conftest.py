@@ -169,6 +169,14 @@ def hf_folder(tiny_tokenizer, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def chat_model(tiny_tokenizer, tmp_path_factory) -> Path:
+    """The folder of a tiny Hugging Face model that learned one conversation by heart (`chat_model.py`)."""
+    from chat_model import make_chat_model
+
+    return make_chat_model(tiny_tokenizer, tmp_path_factory.mktemp("chat") / "model")
+
+
 @pytest.fixture
 def run_yaml(tmp_path, tiny_tokenizer, tiny_store, tiny_heldout):
     """Writes a run's YAML file into `tmp_path`: `run_yaml(training={"steps": 3}, samples=...) -> Path`.

@@ -16,10 +16,9 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from chat_model import MARKS, SYSTEM, TEMPLATE, TURNS
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, processors
-from tokenizers import Tokenizer as TheirTokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import weft
 from weft.cli.main import main
@@ -27,53 +26,13 @@ from weft.data.conversations.template import ChatTemplate, find_template
 from weft.data.stores.store import TokenStore
 from weft.generation.chat import Chat
 
-SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-MARKS = ("<|bos|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
-# The beginning of a text is a token of the template, as in Llama 3.
-TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
-SYSTEM = "Mi vo."
-TURNS = [("Kalo mi ren?", "Sta tu vo, né 日本! " + "Ka lo tu pra el. " * 6), ("Pra el?", "Shi § ka mi.\nRen 😀 lo.")]
 QUESTIONS = "".join(f"{question}\n" for question, _ in TURNS)
 GREEDY = ("--temperature", "0", "--max-new-tokens", "150")
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_tokenizer, tmp_path_factory):
-    """A Hugging Face folder: a Llama that learned one conversation by heart, and its tokenizer and template."""
-    made = tmp_path_factory.mktemp("chat") / "model"
-    content = TheirTokenizer.from_file(str(tiny_tokenizer / "tokenizer.json"))
-    content.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
-    begin = (MARKS[0], content.token_to_id(MARKS[0]))  # a second beginning, if somebody asks for special tokens
-    content.post_processor = processors.TemplateProcessing(single=f"{MARKS[0]} $A", special_tokens=[begin])
-    end = json.loads((tiny_tokenizer / "tokenizer_config.json").read_text())["eos_token"]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=content, bos_token=MARKS[0], eos_token=end)
-    tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(3)
-    config = LlamaConfig(vocab_size=content.get_vocab_size(), max_position_embeddings=512, **SHAPE)
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
-    model = LlamaForCausalLM(config)
-    messages = [{"role": "system", "content": SYSTEM}]
-    for question, answer in TURNS:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
-    optimizer = torch.optim.Adam(model.parameters(), 4e-3)
-    for _ in range(120):
-        loss = model(ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.05
-    model.generation_config.eos_token_id = content.token_to_id(end)
-    model.save_pretrained(made)
-    tokenizer.save_pretrained(made)
-    return made
+def folder(chat_model):
+    return chat_model
 
 
 def transformers_answers(folder, questions, system=None):

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from weft.generation.settings import Sampling
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that choose how the model is loaded."""
+def add_model_options(parser: argparse.ArgumentParser, *, adapter: bool = True) -> None:
+    """Adds the arguments that choose how the model is loaded. `adapter`: also --adapter, for one adapter."""
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float64"], help="dtype of the model (default: as saved)"
     )
@@ -21,7 +21,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=["int8", "int4"],
         help="load weights in 8 or 4 bits, for less memory (on a CPU also faster)",
     )
-    parser.add_argument("--adapter", metavar="DIR", help="add a LoRA adapter: a folder of PEFT, or a run")
+    if adapter:
+        parser.add_argument("--adapter", metavar="DIR", help="add a LoRA adapter: a folder of PEFT, or a run")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int = 128) -> None:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from weft.data.conversations.endings import SAMPLE, first_token
 from weft.data.conversations.layouts import Conversation, choose_layout, read_record
 from weft.data.conversations.messages import join_parts
 from weft.data.conversations.template import ChatTemplate
 from weft.data.documents import Counts, Reject
-from weft.data.option_names import COMMAND, OptionNames
 from weft.data.sources import Reading, find_files, read_all
 from weft.data.sources.values import Unfit
 from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
+from weft.generation.chat_format import ChatFormat, Messages
 from weft.generation.engine import Engine
 from weft.generation.limits import longest_text
 from weft.generation.settings import Sampling
 from weft.generation.stream import Finish, Stream
-
-Messages = list[dict[str, Any]]
 
 
 class Chat:
@@ -55,6 +52,7 @@ class Chat:
         if engine.tokenizer is None:
             raise UserError("a chat needs an engine with a tokenizer; pass one to the engine")
         self.engine, self.tokenizer, self.template, self.adapter = engine, engine.tokenizer, template, adapter
+        self._format = ChatFormat(template, engine.tokenizer, "change the messages, or choose another --chat-template")
         self.messages: Messages = []
         self.tools: list[Any] | None = None
         self.variables: Mapping[str, Any] = {}
@@ -69,7 +67,7 @@ class Chat:
     @system.setter
     def system(self, text: str | None) -> None:
         question = [*_system_message(text), {"role": "user", "content": "weft"}]
-        self._header, self._lead, self._end = answer_frame(self._render, question, self.template.source.origin)
+        self._frame = self._format.frame(question, self.tools, self.variables)
         self._system = text
 
     @property
@@ -134,77 +132,35 @@ class Chat:
         self.messages, self.tools, self.variables = messages if system is None else rest, loaded.tools, loaded.variables
         try:
             self.system = system
-            self._render(self.conversation)
+            self._format.render(self.conversation, self.tools, self.variables)
         except UserError as error:
             self.messages, self.tools, self.variables, self.system = before
             raise UserError(error.what, path) from None
         self._repeated = 0
 
     def _answer(self, messages: Messages, sampling: Sampling, repeated: int) -> Answer:
-        text = self._render([*_system_message(self._system), *messages], prompt=True) + self._header
-        prompt = self.tokenizer.prompt(text)  # without special tokens: the template writes them
-        window = sampling.max_length or self.window
-        room = None if window is None else window - len(prompt.ids)
+        asked = self._format.prompt(
+            [*_system_message(self._system), *messages], self._frame, self.tools, self.variables
+        )
+        window, length = sampling.max_length or self.window, len(asked.prompt.ids)
+        room = None if window is None else window - length
         if room is not None and room < 1:
             raise UserError(
-                f"the conversation has {len(prompt.ids):,} tokens, but the model's window has {window:,}; /clear "
+                f"the conversation has {length:,} tokens, but the model's window has {window:,}; /clear "
                 "begins a new conversation"
             )
-        stop_ids, stop = set(self.engine.stop_ids), list(sampling.stop)
-        if token := first_token(self._end, self.tokenizer.added_tokens):
-            stop_ids.add(self.tokenizer.added_tokens[token])
-        elif self._end:
-            stop.append(self._end)
-        sampling = replace(
-            sampling,
-            max_new_tokens=sampling.max_new_tokens if room is None else min(room, sampling.max_new_tokens),
-            stop=tuple(stop),
-            skip_special_tokens=True,
-            n=1,
+        stream = self.engine.submit(
+            asked.prompt,
+            replace(asked.sampling(sampling, room), n=1),
+            stop_ids=self.engine.stop_ids | asked.stop_ids,
+            copy=repeated,
+            adapter=self.adapter,
         )
-        stream = self.engine.submit(prompt, sampling, stop_ids=stop_ids, copy=repeated, adapter=self.adapter)
 
         def keep(answer: str) -> None:
             self.messages, self._repeated = [*messages, {"role": "assistant", "content": answer}], repeated
 
-        return Answer(self.engine, stream, text[len(prompt.text) :] + self._lead, room, keep)
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> str:
-        try:
-            return self.template.render(messages, self.tools, self.variables, prompt=prompt)[0]
-        except Unfit as bad:
-            raise UserError(f"{bad.reason}; change the messages, or choose another --chat-template") from None
-
-
-def answer_frame(
-    render: Callable[..., str], question: Messages, origin: str, words: OptionNames = COMMAND
-) -> tuple[str, str, str]:
-    """Finds what a chat template writes around an answer.
-
-    Args:
-        render: function that renders messages, with the beginning of an answer if `prompt` is True.
-        question: messages to answer.
-        origin: file or name of the template, for messages.
-        words: names of options in messages.
-
-    Returns:
-        Three texts: what is missing between the rendered question (with `prompt`) and an answer, without white space at
-        its end; this white space, if it is not part of answers; and the text after an answer.
-
-    Raises:
-        UserError: the template writes no assistant messages.
-    """
-    before, full = render(question), render([*question, {"role": "assistant", "content": SAMPLE}])
-    start = render(question, prompt=True)
-    if SAMPLE not in full:
-        remedy = f"choose another with {words.name('chat_template')}"
-        raise UserError(f"this chat template writes no assistant messages; {remedy}", origin)
-    header, _, end = full.partition(SAMPLE)
-    between = header[len(start) :] if header.startswith(start) else ""
-    # A template without `add_generation_prompt` writes the header of an answer only together with the answer.
-    header = between.rstrip(" ") if start == before else ""
-    lead = between[len(header) :]
-    return header, "" if lead.strip() else lead, end.rstrip()
+        return Answer(self.engine, stream, asked.lead, room, keep)
 
 
 class Answer:

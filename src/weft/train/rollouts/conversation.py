@@ -11,7 +11,7 @@ from weft.data.option_names import RUN_FILE
 from weft.data.sources.values import Unfit
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
-from weft.generation.chat import answer_frame
+from weft.generation.chat_format import answer_frame
 
 Messages = list[dict[str, Any]]
 RESULT = "weft-sample-result"  # rendered once, to check that the template can render the result of a tool

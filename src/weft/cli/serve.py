@@ -1,0 +1,324 @@
+"""`weft serve`: an OpenAI-compatible server of trained models."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.cli.generation_options import add_model_options
+
+if TYPE_CHECKING:
+    from weft.serve.served_model import ServedModel
+    from weft.serve.services import Settings
+
+HELP = "serve trained models, with the API of OpenAI"
+GROUP = "use"
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+EPILOG = """\
+The keys can also be set in the environment: WEFT_API_KEY and WEFT_ADMIN_KEY.
+
+examples:
+  weft serve runs/run
+  weft serve models/base --adapter legal=runs/lora --quantize int8 --port 9000
+  weft serve small=runs/small large=runs/large
+  curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
+    -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Answers HTTP requests in the form of OpenAI's API with one or more models: a run's newest checkpoint, a\n"
+        "checkpoint or a Hugging Face folder. Prints one line when the server is ready. SIGINT and SIGTERM end the\n"
+        "server after the requests that it has begun."
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "sources",
+        metavar="[NAME=]RUN_OR_HF_DIR",
+        nargs="+",
+        help="a run directory, a checkpoint, or a Hugging Face folder; NAME is its name in requests (default: the name "
+        "of the folder)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
+    parser.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port; 0: any free port (default: %(default)s)"
+    )
+    add_model_options(parser, adapter=False)
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="add a LoRA adapter, which requests use as the model NAME; can be given several times",
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="NAME|FILE",
+        help="a built-in chat template or a template file (default: the model's chat template)",
+    )
+    _add_engine_options(parser)
+    _add_safety_options(parser)
+    _add_limits(parser)
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--max-batch", type=int, default=64, metavar="N", help="texts generated at once (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-step-tokens",
+        type=int,
+        metavar="N",
+        help="tokens computed per step; fewer interrupt other texts less when a long prompt arrives (default: 512 on a "
+        "CPU, 2048 on a GPU)",
+    )
+    group.add_argument(
+        "--max-cache-tokens",
+        type=int,
+        metavar="N",
+        help="tokens in the key-value cache (default: what fits in half of the free memory)",
+    )
+    group.add_argument(
+        "--draft", metavar="RUN", help="propose tokens by a smaller model with the same tokenizer (one model only)"
+    )
+    group.add_argument(
+        "--draft-tokens", type=int, metavar="N", help="tokens that the draft model proposes (default: 4)"
+    )
+    group.add_argument(
+        "--lookup", type=int, default=0, metavar="N", help="propose up to N tokens that occurred earlier in the text"
+    )
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="compute each text alone, so that no bit of a text depends on other requests (slower)",
+    )
+
+
+def _add_safety_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("safety")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="key that requests must have; can be given several times. Other users of this machine can see it: prefer "
+        "the environment variable WEFT_API_KEY",
+    )
+    group.add_argument(
+        "--admin-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="key of requests that add and remove adapters (default: WEFT_ADMIN_KEY; without it, nobody can)",
+    )
+    group.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="also accept requests whose header Host has this name (a server on a loopback address without a key only "
+        "accepts the names of this machine)",
+    )
+    group.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="allow web pages of this origin to use the server (default: none)",
+    )
+    group.add_argument("--no-access-log", action="store_true", help="do not log each request to standard error")
+    group.add_argument(
+        "--log-prompts", action="store_true", help="log prompts and answers, which the log does not contain otherwise"
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("limits")
+    for option, default, what in (
+        ("--max-body", 10 * 2**20, "size of a request in bytes"),
+        ("--max-waiting", 256, "texts that wait for others; further requests get the status 429"),
+        ("--max-choices", 128, "texts of one request"),
+        ("--max-prompt-tokens", None, "tokens of a prompt (default: the model's window)"),
+        ("--max-new-tokens", None, "new tokens of a text (default: the model's window)"),
+    ):
+        shown = "" if default is None else " (default: %(default)s)"
+        group.add_argument(option, type=int, default=default, metavar="N", help=f"maximum number of {what}{shown}")
+    group.add_argument(
+        "--request-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds after which a request ends with an error (default: %(default)g)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that requests have to end after SIGTERM or Ctrl-C (default: %(default)g)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from weft.launch.threads import wait_briefly
+
+    wait_briefly()
+    settings = _settings(args)
+    try:
+        from weft.serve.server import Server, open_socket
+    except ImportError as error:
+        from weft.errors import UserError
+
+        raise UserError(
+            f"weft serve needs {error.name}, which is not installed; install it: pip install 'weft-train[serve]'"
+        ) from None
+    from weft.serve.app import create_app
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("weft.serve").setLevel(logging.INFO)
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    listener = open_socket(args.host, args.port)  # an address in use is reported before models are loaded
+    try:
+        models = [_load(source, args) for source in args.sources]
+        app = create_app(models, settings)
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        names = ", ".join(app.state.services.models.names)
+
+        def ready() -> None:
+            if not settings.api_keys and not _is_loopback(args.host):
+                print(
+                    "warning: everybody who reaches this address can use the server; set WEFT_API_KEY",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            print(f"serving {names} at {url}", flush=True)
+
+        return Server(app, args.drain_timeout, ready, not args.no_access_log).serve_until_signal(listener)
+    finally:
+        listener.close()
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    """Checks the options and returns the limits of the server."""
+    from weft.errors import UserError
+    from weft.serve.services import Settings
+
+    for name in ("max_batch", "max_body", "max_choices", "max_step_tokens", "max_prompt_tokens", "max_new_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: set it to at least 1")
+    for name, least in (("max_waiting", 0), ("drain_timeout", 0), ("lookup", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: set it to at least {least}")
+    if not args.request_timeout > 0:
+        raise UserError(f"--request-timeout {args.request_timeout}: set it to more than 0")
+    api_keys = (*args.api_key, *filter(None, [os.environ.get("WEFT_API_KEY")]))
+    admin_keys = (*args.admin_key, *filter(None, [os.environ.get("WEFT_ADMIN_KEY")]))
+    if not all((*args.api_key, *args.admin_key)):
+        raise UserError("a key is empty; give a key, or omit the option")
+    open_here = _is_loopback(args.host) and not api_keys
+    return Settings(
+        api_keys,
+        admin_keys,
+        hosts=(*LOOPBACK, args.host.lower(), *map(str.lower, args.allow_host)) if open_here else None,
+        cors_origins=tuple(args.cors_origin),
+        max_body=args.max_body,
+        max_prompt_tokens=args.max_prompt_tokens,
+        max_new_tokens=args.max_new_tokens,
+        max_choices=args.max_choices,
+        request_timeout=args.request_timeout,
+        log_prompts=args.log_prompts,
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _load(source: str, args: argparse.Namespace) -> ServedModel:
+    """Loads a model. Arguments, tokenizer and template are checked before."""
+    import torch
+
+    from weft.checkpoint.adapter_start import check_adapter_fits
+    from weft.checkpoint.load import resolve
+    from weft.checkpoint.load_model import load_model
+    from weft.errors import UserError
+    from weft.generation.engine import Engine
+    from weft.generation.text import stop_ids_of, tokenizer_of
+    from weft.observe.console import Console
+    from weft.parallel.world import local_device
+    from weft.serve.served_model import ServedAdapter, ServedModel
+
+    name, _, path = source.rpartition("=") if not Path(source).exists() else ("", "", source)
+    checkpoint = resolve(path)
+    tokenizer, stop_ids = tokenizer_of(checkpoint), stop_ids_of(checkpoint)
+    adapters = dict(_adapter(one) for one in args.adapter)
+    if adapters and len(args.sources) > 1:
+        raise UserError("--adapter: several models are served; serve the model of the adapters alone")
+    for folder in adapters.values():
+        check_adapter_fits(folder, checkpoint)
+    console = Console()
+    device, dtype = local_device(console), getattr(torch, args.dtype) if args.dtype else None
+    chat = _chat_format(tokenizer, tokenizer.path, args.chat_template, console)
+    model = load_model(checkpoint, device, dtype, quantize=args.quantize)
+    engine = Engine(
+        model,
+        tokenizer,
+        stop_ids=stop_ids,
+        max_batch=args.max_batch,
+        max_step_tokens=args.max_step_tokens or (512 if device.type == "cpu" else 2048),
+        max_cache_tokens=args.max_cache_tokens,
+        batch_invariant=args.batch_invariant,
+        draft=load_model(args.draft, device, dtype) if args.draft else None,
+        draft_tokens=args.draft_tokens,
+        lookup=args.lookup,
+    )
+    served = ServedModel(name or _name_of(checkpoint), engine, chat, max_waiting=args.max_waiting)
+    for name, folder in adapters.items():
+        engine.add_adapter(name, folder)
+        served.adapters[name] = ServedAdapter(name, folder, _chat_format(tokenizer, Path(folder), None, console))
+    return served
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    """Parses the value of --adapter."""
+    from weft.errors import UserError
+
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise UserError(f"--adapter {text}: write NAME=DIR, such as legal=runs/lora")
+    return name, folder
+
+
+def _name_of(checkpoint: Path) -> str:
+    """Returns the name of a run or of a Hugging Face folder."""
+    checkpoint = checkpoint.absolute()
+    return (checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint).name
+
+
+def _chat_format(tokenizer, folder: Path, name: str | None, console):
+    """Returns the chat format with the template `name`, or with that of a folder; None if there is none."""
+    from weft.data.conversations.template import ChatTemplate, find_template, has_template
+    from weft.generation.chat_format import ChatFormat
+
+    if name is None and not has_template(folder):
+        return None
+    template = ChatTemplate.for_tokenizer(find_template(folder, name), tokenizer.path)
+    for line in template.warnings(tokenizer.added_tokens):
+        console.warning(line)
+    chat = ChatFormat(template, tokenizer, "change the messages, or serve the model with another --chat-template")
+    chat.frame([{"role": "user", "content": "weft"}])  # refused now if the template writes no answers
+    return chat

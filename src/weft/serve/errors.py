@@ -1,0 +1,99 @@
+"""Errors of the server, and their bodies, which have the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from weft.errors import UserError, describe_exception
+
+logger = logging.getLogger("weft.serve")
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+CODES = {404: "unknown_url", 405: "method_not_allowed"}  # of errors that Starlette raises
+
+
+class ApiError(Exception):
+    """An error that a request is answered with.
+
+    Args:
+        status: status of the HTTP response.
+        code: name of the error, for programs.
+        message: what is wrong and what to do about it, in one line.
+        param: the parameter that is wrong, such as "messages.0.role", or None.
+        headers: further headers of the response.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, headers: dict[str, str] | None = None
+    ):
+        super().__init__(message)
+        self.status, self.code, self.message, self.param, self.headers = status, code, message, param, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the response."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Returns the error with which a request is answered. An error that the client did not cause is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return ApiError(400, "invalid_value", error.what)
+    logger.error("a request failed: %s", describe_exception(error), exc_info=error)
+    return ApiError(500, "internal_error", "the server failed to answer this request; its log has the cause")
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Makes an application answer all errors with a body in the form of OpenAI's API."""
+
+    async def answer(_: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response
+
+    async def answer_http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        code = CODES.get(error.status_code, "invalid_request")
+        message = {404: "there is no such path; see /openapi.json", 405: "this path does not support the method"}
+        what = message.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, code, what, headers=dict(error.headers or {})).response
+
+    async def answer_invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _invalid(error.errors()[0]).response
+
+    app.add_exception_handler(ApiError, answer)
+    app.add_exception_handler(UserError, answer)
+    app.add_exception_handler(Exception, answer)
+    app.add_exception_handler(HTTPException, answer_http)
+    app.add_exception_handler(RequestValidationError, answer_invalid)
+
+
+def _invalid(problem: dict[str, Any]) -> ApiError:
+    """Returns the error of a body that does not have the form of the endpoint's request."""
+    kind, place = problem["type"], [str(part) for part in problem["loc"] if part not in ("body", "query", "path")]
+    param = ".".join(place) or None
+    if kind == "json_invalid":
+        return ApiError(400, "invalid_json", "the body is not valid JSON; send a JSON object")
+    if kind == "extra_forbidden":
+        what = f"the server has no parameter {param!r}; remove it, or see /openapi.json for the parameters"
+        return ApiError(400, "unknown_parameter", what, param)
+    if kind == "missing":
+        if param is None:
+            return ApiError(400, "missing_body", "the request has no body; send a JSON object as application/json")
+        return ApiError(400, "missing_required_parameter", f"{param!r} is missing; set it", param)
+    why = str(problem["msg"]).removeprefix("Value error, ")
+    where = "the body" if param is None else repr(param)
+    if param is None and kind in ("model_attributes_type", "dict_type"):
+        why = "it is not a JSON object; send one, with the header Content-Type: application/json"
+    return ApiError(400, "invalid_value", f"{where} is invalid: {why[:1].lower()}{why[1:]}", param)

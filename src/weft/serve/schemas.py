@@ -1,0 +1,104 @@
+"""Bodies of requests, as the OpenAPI document describes them. A body with an unknown key is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+NO_EFFECT = "Accepted without effect."
+EXTENSION = "Not in OpenAI's API."
+MOST_SEED = 2**63 - 1
+
+
+class Section(BaseModel):
+    """A JSON object with known keys. A text is no number, and a number is no text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Section):
+    include_usage: bool | None = Field(False, description="Whether a last event reports the numbers of tokens.")
+    include_obfuscation: bool | None = Field(None, description=NO_EFFECT)
+
+
+class SamplingRequest(Section):
+    """The keys that completions and chat completions share."""
+
+    model: str | None = Field(None, description="Name of a model or of an adapter; default: the first model.")
+    max_tokens: int | None = Field(None, ge=1, description="Maximum number of new tokens per choice.")
+    temperature: float | None = Field(None, ge=0, description="Divisor of the logits; 0: greedy decoding. Default: 1.")
+    top_p: float | None = Field(None, ge=0, le=1, description="Draw from the most likely tokens of this probability.")
+    n: int | None = Field(None, ge=1, description="Number of choices per prompt.")
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = Field(
+        None, description="Texts that end a choice and are not part of it."
+    )
+    seed: int | None = Field(
+        None, ge=-MOST_SEED, le=MOST_SEED, description="Seed of the random numbers; default: another for each request."
+    )
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: (
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
+    ) = Field(None, description="Token id -> amount added to the token's logit; -100 forbids the token.")
+    stream: bool | None = Field(False, description="Whether to answer with server-sent events.")
+    stream_options: StreamOptions | None = None
+    top_k: int | None = Field(
+        None, ge=-1, description=f"Draw from this number of most likely tokens; 0 or -1: from all. {EXTENSION}"
+    )
+    min_p: float | None = Field(
+        None, ge=0, le=1, description=f"Least probability of a token relative to the most likely token's. {EXTENSION}"
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, description=f"Divisor of the positive logits of earlier tokens. {EXTENSION}"
+    )
+    ignore_eos: bool | None = Field(
+        False, description=f"Whether choices go on after a token that ends texts. {EXTENSION}"
+    )
+    user: str | None = Field(None, description=NO_EFFECT)
+    safety_identifier: str | None = Field(None, description=NO_EFFECT)
+    metadata: dict[str, Any] | None = Field(None, description=NO_EFFECT)
+    service_tier: str | None = Field(None, description=NO_EFFECT)
+    store: bool | None = Field(None, description=NO_EFFECT)
+    prompt_cache_key: str | None = Field(None, description=NO_EFFECT)
+    prompt_cache_retention: str | None = Field(None, description=NO_EFFECT)
+
+
+class CompletionRequest(SamplingRequest):
+    """A request of `/v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        description="A text or the ids of its tokens; or several of them, each of which has `n` choices."
+    )
+    echo: bool | None = Field(False, description="Whether the text of a choice begins with the prompt.")
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="Number of most likely tokens whose log-probabilities are returned."
+    )
+    best_of: int | None = Field(None, ge=1, description="Only the value of `n` is supported.")
+    suffix: Literal[""] | None = Field(None, description="Only an empty text is supported.")
+
+
+class Message(BaseModel):
+    """A message of a conversation. Further keys are passed to the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = Field(None, description="A text, or a list of parts of type text.")
+
+
+class ChatRequest(SamplingRequest):
+    """A request of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="Maximum number of new tokens per choice; replaces `max_tokens`."
+    )
+    logprobs: bool | None = Field(False, description="Whether to return the log-probabilities of the new tokens.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="Number of most likely tokens whose log-probabilities are returned."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description=f"Variables of the chat template. {EXTENSION}"
+    )
+    modalities: list[Literal["text"]] | None = None

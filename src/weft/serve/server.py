@@ -1,0 +1,111 @@
+"""Runs the web application until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from weft.errors import UserError
+from weft.serve.errors import ApiError
+from weft.serve.services import Services
+
+AFTER_DRAIN = 5.0  # seconds in which clients can read the errors of requests that the drain timeout ended
+
+logger = logging.getLogger("weft.serve")
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Binds a socket. It does not accept connections yet.
+
+    Raises:
+        UserError: the address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        opened = socket.socket(family, kind, protocol)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(address)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise _unusable(host, port, error) from None
+    return opened
+
+
+def _unusable(host: str, port: int, error: Exception) -> UserError:
+    why = getattr(error, "strerror", None) or str(error)
+    return UserError(f"cannot listen on {host} port {port}: {why}; choose another --port (0: any) or --host")
+
+
+class Server(uvicorn.Server):
+    """A server that ends requests in order: at the first signal it accepts no more, and at the second it ends at once.
+
+    Args:
+        app: the application, with `Services` in its state.
+        drain_timeout: seconds that requests have to end after the first signal.
+        ready: called when the server accepts connections.
+        access_log: whether each request is logged.
+    """
+
+    def __init__(self, app: FastAPI, drain_timeout: float, ready: Callable[[], None], access_log: bool = True):
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=access_log,
+            server_header=False,
+            lifespan="on",
+            timeout_graceful_shutdown=drain_timeout + AFTER_DRAIN,  # pyright: ignore[reportArgumentType]
+        )
+        super().__init__(config)
+        self._services: Services = app.state.services
+        self._drain_timeout, self._ready = drain_timeout, ready
+        self.failed = False
+
+    def serve_until_signal(self, listener: socket.socket) -> int:
+        """Serves until SIGINT or SIGTERM. Returns the exit code: 1 if an engine failed.
+
+        Raises:
+            UserError: another process listens on the address.
+        """
+        host, port = listener.getsockname()[:2]
+        try:
+            listener.listen(self.config.backlog)
+        except OSError as error:
+            raise _unusable(host, port, error) from None
+        self.run([listener])
+        return int(self.failed)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._watches = [asyncio.ensure_future(self._watch(model)) for model in self._services.models]
+        self._ready()
+
+    async def _watch(self, model) -> None:
+        """Ends the server when a model's engine fails: a supervisor can start it again."""
+        await model.worker.failed.wait()
+        self.failed = self.should_exit = True
+        logger.critical("%s: %s; the server ends", model.name, model.worker.failure)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        error = ApiError(503, "server_shutting_down", "the server is shutting down; send the request again later")
+        loop = asyncio.get_running_loop()
+        deadline = loop.call_later(self._drain_timeout, self._services.exchanges.abort, error)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            deadline.cancel()
+            for watch in self._watches:
+                watch.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Unlike uvicorn's, this method does not record the signal: the server's exit code is 0 after a signal.
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True

@@ -1,0 +1,56 @@
+"""What tests of the server share: the tiny chat model behind an application, in this process."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+import weft
+from weft.data.conversations.template import ChatTemplate, find_template
+from weft.generation.chat_format import ChatFormat
+from weft.generation.text import stop_ids_of, tokenizer_of
+from weft.serve.app import create_app
+from weft.serve.served_model import ServedModel
+from weft.serve.services import Settings
+
+
+@pytest.fixture(scope="session")
+def loaded(chat_model):
+    """The tiny chat model: (module, tokenizer)."""
+    return weft.load_model(chat_model), tokenizer_of(chat_model)
+
+
+@pytest.fixture
+def serve(loaded, chat_model):
+    """Runs a test against an application: `serve(test, settings={...}, **engine options)`.
+
+    `test(client)` is a coroutine. `client.models` are the served models, of the names in `names`.
+    """
+
+    @asynccontextmanager
+    async def application(settings, names, max_waiting, options):
+        model, tokenizer = loaded
+        chat = ChatFormat(ChatTemplate.for_tokenizer(find_template(chat_model), chat_model), tokenizer, "change them")
+        made = []
+        for name in names:
+            engine = weft.Engine(model, tokenizer, stop_ids=stop_ids_of(chat_model), **options)
+            made.append(ServedModel(name, engine, chat, max_waiting=max_waiting))
+        app = create_app(made, Settings(**settings))
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(
+                transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://127.0.0.1", timeout=60
+            ) as client,
+        ):
+            client.models = made
+            yield client
+
+    def run(test, *, settings=None, names=("tiny",), max_waiting=256, **options):
+        async def main():
+            async with application(settings or {}, names, max_waiting, options) as client:
+                return await asyncio.wait_for(test(client), 60)
+
+        return asyncio.run(main())
+
+    return run
