@@ -192,6 +192,22 @@ class Decoder(nn.Module):
             without materializing all logits. With `num_labels: 1` in the configuration, scores `[batch, seq]`. All are
             at least float32. In a pipeline stage without the head, the residual stream `[batch, seq, hidden]`.
         """
+        x = self.residual_stream(tokens, positions, segments, cache, loss_weights, lengths)
+        return self.outputs(x, labels, logits_to_keep, logits_function, temperature) if self.ends else x
+
+    def residual_stream(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        loss_weights: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs the embedding and the layers. Returns the residual stream before the final norm `[batch, seq, hidden]`.
+
+        The arguments are as in `forward`.
+        """
         config, seq = self.config, tokens.shape[1]
         if positions is None:
             positions = torch.arange(seq, device=tokens.device).unsqueeze(0)
@@ -205,7 +221,7 @@ class Decoder(nn.Module):
             if layer is not None:
                 slides = config.slides(index)
                 x = layer(x, rotary[slides] if config.rotates(index) else None, masks[slides], cache, loss_weights)
-        return self.outputs(x, labels, logits_to_keep, logits_function, temperature) if self.ends else x
+        return x
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embeds token ids and positions, both `[batch, seq]`, to `[batch, seq, hidden]`."""
