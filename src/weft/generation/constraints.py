@@ -61,6 +61,16 @@ def compile_constraint(json_schema: Any = None, regex: str | None = None, gramma
     return None
 
 
+def json_rule(schema: Any) -> str:
+    """Returns an expression of a Lark grammar for the JSON texts that follow a schema, checked like `json_schema`.
+
+    Raises:
+        UserError: the schema is invalid or cannot be enforced, or llguidance is not installed.
+    """
+    (grammar,) = json.loads(_compile("json_schema", _json_text(schema)))["grammars"]
+    return f"%json {json.dumps(grammar['json_schema'])}"
+
+
 @functools.lru_cache(maxsize=64)
 def _compile(name: str, text: str) -> str:
     llguidance = load_llguidance()
