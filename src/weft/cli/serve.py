@@ -7,13 +7,12 @@ import ipaddress
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.generation_options import add_model_options
 
 if TYPE_CHECKING:
-    from weft.serve.served_model import ServedModel
+    from weft.serve.load import Loader
     from weft.serve.services import Settings
 
 HELP = "serve trained models, with the API of OpenAI"
@@ -144,7 +143,7 @@ def _add_safety_options(parser: argparse.ArgumentParser) -> None:
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits")
     for option, default, what in (
-        ("--max-body", 10 * 2**20, "size of a request in bytes"),
+        ("--max-body", 10 * 2**20, "bytes of a request"),
         ("--max-waiting", 256, "texts that wait for others; further requests get the status 429"),
         ("--max-choices", 128, "texts of one request"),
         ("--max-prompt-tokens", None, "tokens of a prompt (default: the model's window)"),
@@ -182,13 +181,16 @@ def run(args: argparse.Namespace) -> int:
             f"weft serve needs {error.name}, which is not installed; install it: pip install 'weft-train[serve]'"
         ) from None
     from weft.serve.app import create_app
+    from weft.serve.load import Loader
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("weft.serve").setLevel(logging.INFO)
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    logs = not args.no_access_log
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO if logs else logging.WARNING)
+    logging.getLogger("weft.serve").setLevel(logging.INFO if logs or settings.log_prompts else logging.WARNING)
+    load = _loader(args, Loader)
     listener = open_socket(args.host, args.port)  # an address in use is reported before models are loaded
     try:
-        models = [_load(source, args) for source in args.sources]
+        models = [load(source) for source in args.sources]
         app = create_app(models, settings)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -241,84 +243,35 @@ def _settings(args: argparse.Namespace) -> Settings:
     )
 
 
+def _loader(args: argparse.Namespace, kind: type[Loader]) -> Loader:
+    """Checks the options of models, and returns what loads them."""
+    from weft.errors import UserError
+
+    for option, given in (("--adapter", args.adapter), ("--draft", args.draft)):
+        if given and len(args.sources) > 1:
+            raise UserError(f"{option}: several models are served, to which it cannot belong all; serve one model")
+    adapters = {}
+    for text in args.adapter:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise UserError(f"--adapter {text}: write NAME=DIR, such as legal=runs/lora")
+        if name in adapters:
+            raise UserError(f"--adapter {text}: another adapter has this name; choose another name")
+        adapters[name] = folder
+    names = ("max_batch", "max_step_tokens", "max_cache_tokens", "batch_invariant", "draft_tokens", "lookup")
+    return kind(
+        dtype=args.dtype,
+        quantize=args.quantize,
+        chat_template=args.chat_template,
+        adapters=adapters,
+        draft=args.draft,
+        max_waiting=args.max_waiting,
+        engine={name: getattr(args, name) for name in names},
+    )
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _load(source: str, args: argparse.Namespace) -> ServedModel:
-    """Loads a model. Arguments, tokenizer and template are checked before."""
-    import torch
-
-    from weft.checkpoint.adapter_start import check_adapter_fits
-    from weft.checkpoint.load import resolve
-    from weft.checkpoint.load_model import load_model
-    from weft.errors import UserError
-    from weft.generation.engine import Engine
-    from weft.generation.text import stop_ids_of, tokenizer_of
-    from weft.observe.console import Console
-    from weft.parallel.world import local_device
-    from weft.serve.served_model import ServedAdapter, ServedModel
-
-    name, _, path = source.rpartition("=") if not Path(source).exists() else ("", "", source)
-    checkpoint = resolve(path)
-    tokenizer, stop_ids = tokenizer_of(checkpoint), stop_ids_of(checkpoint)
-    adapters = dict(_adapter(one) for one in args.adapter)
-    if adapters and len(args.sources) > 1:
-        raise UserError("--adapter: several models are served; serve the model of the adapters alone")
-    for folder in adapters.values():
-        check_adapter_fits(folder, checkpoint)
-    console = Console()
-    device, dtype = local_device(console), getattr(torch, args.dtype) if args.dtype else None
-    chat = _chat_format(tokenizer, tokenizer.path, args.chat_template, console)
-    model = load_model(checkpoint, device, dtype, quantize=args.quantize)
-    engine = Engine(
-        model,
-        tokenizer,
-        stop_ids=stop_ids,
-        max_batch=args.max_batch,
-        max_step_tokens=args.max_step_tokens or (512 if device.type == "cpu" else 2048),
-        max_cache_tokens=args.max_cache_tokens,
-        batch_invariant=args.batch_invariant,
-        draft=load_model(args.draft, device, dtype) if args.draft else None,
-        draft_tokens=args.draft_tokens,
-        lookup=args.lookup,
-    )
-    served = ServedModel(name or _name_of(checkpoint), engine, chat, max_waiting=args.max_waiting)
-    for name, folder in adapters.items():
-        engine.add_adapter(name, folder)
-        served.adapters[name] = ServedAdapter(name, folder, _chat_format(tokenizer, Path(folder), None, console))
-    return served
-
-
-def _adapter(text: str) -> tuple[str, str]:
-    """Parses the value of --adapter."""
-    from weft.errors import UserError
-
-    name, equals, folder = text.partition("=")
-    if not (name and equals and folder):
-        raise UserError(f"--adapter {text}: write NAME=DIR, such as legal=runs/lora")
-    return name, folder
-
-
-def _name_of(checkpoint: Path) -> str:
-    """Returns the name of a run or of a Hugging Face folder."""
-    checkpoint = checkpoint.absolute()
-    return (checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint).name
-
-
-def _chat_format(tokenizer, folder: Path, name: str | None, console):
-    """Returns the chat format with the template `name`, or with that of a folder; None if there is none."""
-    from weft.data.conversations.template import ChatTemplate, find_template, has_template
-    from weft.generation.chat_format import ChatFormat
-
-    if name is None and not has_template(folder):
-        return None
-    template = ChatTemplate.for_tokenizer(find_template(folder, name), tokenizer.path)
-    for line in template.warnings(tokenizer.added_tokens):
-        console.warning(line)
-    chat = ChatFormat(template, tokenizer, "change the messages, or serve the model with another --chat-template")
-    chat.frame([{"role": "user", "content": "weft"}])  # refused now if the template writes no answers
-    return chat

@@ -62,6 +62,7 @@ class Engine:
             occurrence of the sequence's last 3 or 2 tokens (prompt look-up); 0: none.
 
     Attributes:
+        capacity: maximum number of tokens in the cache; None: there is no cache.
         steps: number of steps.
         passes: number of forward passes, more than one per step with `batch_invariant`.
         computed_tokens: number of tokens that forward passes computed. Tokens found in the cache are not counted.
@@ -103,6 +104,7 @@ class Engine:
             most = blocks_in_memory(*models)
         self._allocator = BlockAllocator(caches, most, share=not batch_invariant)
         self.blocks = self._allocator.pool
+        self.capacity = None if self.runner.cache is None else self._allocator.most * BLOCK
         self.lock, self._adapters = threading.RLock(), Adapters()
         self._waiting: deque[GeneratedSequence] = deque()
         self._running: list[GeneratedSequence] = []
@@ -148,8 +150,7 @@ class Engine:
         encoded = [encode_prompt(prompt, sampling, self.tokenizer) for prompt in prompts]
         if not encoded:
             return []
-        room = None if self.runner.cache is None else self._allocator.most * BLOCK
-        longest = check_prompts(self.model, [ids for ids, _ in encoded], sampling, room)
+        longest = check_prompts(self.model, [ids for ids, _ in encoded], sampling, self.capacity)
         stop_ids = self.stop_ids if stop_ids is None else stop_ids
         streams, added, equal = [], [], Counter()
         with self.lock:

@@ -7,36 +7,19 @@ from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 import weft
 from weft.serve import completions
-from weft.serve.errors import ApiError, handle_errors
+from weft.serve.errors import ApiError, ErrorReply, handle_errors
+from weft.serve.json_route import JsonRoute
 from weft.serve.middleware import Guard
 from weft.serve.served_model import ServedModel, ServedModels
 from weft.serve.services import Services, Settings, services_of
 
-router = APIRouter(tags=["server"])
-
-
-class _Request(Request):
-    async def json(self) -> Any:
-        # Refuses NaN, half surrogate pairs and deep nesting, which Python's parser accepts.
-        return orjson.loads(await self.body())
-
-
-class _Route(APIRoute):
-    def get_route_handler(self):
-        handler = super().get_route_handler()
-
-        async def handle(request: Request):
-            return await handler(_Request(request.scope, request.receive))
-
-        return handle
+router = APIRouter(tags=["server"], route_class=JsonRoute)
 
 
 def create_app(models: Sequence[ServedModel], settings: Settings | None = None) -> FastAPI:
@@ -63,8 +46,7 @@ def create_app(models: Sequence[ServedModel], settings: Settings | None = None) 
     app.state.services = services
     handle_errors(app)
     for part in (router, completions.router):
-        part.route_class = _Route
-        app.include_router(part)
+        app.include_router(part, responses={"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}})
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]

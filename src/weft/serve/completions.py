@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import defaultdict
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Request, Response
 
 import weft
@@ -23,6 +25,7 @@ from weft.generation.stream import Piece
 from weft.serve.choices import Choice
 from weft.serve.errors import ApiError
 from weft.serve.exchange import Output
+from weft.serve.json_route import JsonRoute
 from weft.serve.logprobs import chat_logprobs, completion_logprobs
 from weft.serve.sampling import make_sampling
 from weft.serve.schemas import ChatRequest, CompletionRequest, Message, SamplingRequest
@@ -32,7 +35,8 @@ from weft.serve.services import Services, services_of
 COMPLETION_TOKENS = 16  # default of `max_tokens` of completions, as in OpenAI's API
 UNKNOWN_WINDOW = 4096  # default of new tokens of a chat with a model whose window is not known
 
-router = APIRouter(tags=["generation"])
+logger = logging.getLogger("weft.serve")
+router = APIRouter(tags=["generation"], route_class=JsonRoute)
 
 
 @dataclass
@@ -275,11 +279,22 @@ async def _answer(
                 if new:
                     await output.events(*new)
         usage = _usage(job, choices)
+        _log(services, model, job, choices, usage)
         if not body.stream:
             await output.json(reply.body([reply.choice(index, one) for index, one in enumerate(choices)], usage))
             return
         last = [reply.event([], usage=usage)] if wants_usage else []
         await output.events(*last, "[DONE]", last=True)
+
+
+def _log(services: Services, model: ServedModel, job: Job, choices: Sequence[Choice], usage: Mapping[str, int]) -> None:
+    """Logs the numbers of tokens of an answered request; and, if the server is asked to, prompts and answers."""
+    counts = f"{usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} new tokens"
+    logger.info("%s: %s", model.name, counts)
+    if services.settings.log_prompts:
+        prompts = [p.text if isinstance(p, Prompt) else model.tokenizer.decode(p) for p in job.prompts]
+        answers = [choice.text for choice in choices]
+        logger.info("%s", orjson.dumps({"prompts": prompts, "answers": answers}).decode())
 
 
 def _usage(job: Job, choices: Sequence[Choice]) -> dict[str, int]:

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from weft.errors import UserError, describe_exception
 
 logger = logging.getLogger("weft.serve")
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPE_NAME = re.compile(r"^(str|int|float|bool|dict|list|constrained-.*|.*\[.*)$")
 CODES = {404: "unknown_url", 405: "method_not_allowed"}  # of errors that Starlette raises
 
 
-class ApiError(Exception):
+class ErrorDetail(BaseModel):
+    """What is wrong with a request."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(BaseModel):
+    """The body of every response with a status of 400 or more."""
+
+    error: ErrorDetail
+
+
+class ApiError(HTTPException):
     """An error that a request is answered with.
 
     Args:
@@ -31,8 +50,8 @@ class ApiError(Exception):
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, headers: dict[str, str] | None = None
     ):
-        super().__init__(message)
-        self.status, self.code, self.message, self.param, self.headers = status, code, message, param, headers
+        super().__init__(status, message, headers)
+        self.status, self.code, self.message, self.param = status, code, message, param
 
     @property
     def body(self) -> dict[str, Any]:
@@ -82,18 +101,21 @@ def handle_errors(app: FastAPI) -> None:
 def _invalid(problem: dict[str, Any]) -> ApiError:
     """Returns the error of a body that does not have the form of the endpoint's request."""
     kind, place = problem["type"], [str(part) for part in problem["loc"] if part not in ("body", "query", "path")]
-    param = ".".join(place) or None
+    # pydantic adds names of types to the place of a value that can have several types.
+    names = list(itertools.takewhile(lambda part: not TYPE_NAME.search(part), place))
+    param, several = ".".join(names) or None, len(names) < len(place)
     if kind == "json_invalid":
-        return ApiError(400, "invalid_json", "the body is not valid JSON; send a JSON object")
+        return ApiError(400, "invalid_json", "the body is not valid JSON in UTF-8; correct it")
     if kind == "extra_forbidden":
         what = f"the server has no parameter {param!r}; remove it, or see /openapi.json for the parameters"
         return ApiError(400, "unknown_parameter", what, param)
     if kind == "missing":
         if param is None:
-            return ApiError(400, "missing_body", "the request has no body; send a JSON object as application/json")
+            return ApiError(400, "missing_body", "the request has no body; send a JSON object")
         return ApiError(400, "missing_required_parameter", f"{param!r} is missing; set it", param)
     why = str(problem["msg"]).removeprefix("Value error, ")
-    where = "the body" if param is None else repr(param)
-    if param is None and kind in ("model_attributes_type", "dict_type"):
-        why = "it is not a JSON object; send one, with the header Content-Type: application/json"
-    return ApiError(400, "invalid_value", f"{where} is invalid: {why[:1].lower()}{why[1:]}", param)
+    if param is None:
+        return ApiError(400, "invalid_value", "the body is not a JSON object; send one")
+    if several and kind.endswith("_type"):
+        why = "it has none of the supported types, which /openapi.json lists"
+    return ApiError(400, "invalid_value", f"{param!r} is invalid: {why[:1].lower()}{why[1:]}; correct it", param)

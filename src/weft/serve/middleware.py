@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
 from collections.abc import Collection, Sequence
@@ -41,7 +42,8 @@ class Guard:
             await self.app(scope, receive, send)
             return
         request_id = secrets.token_hex(8)
-        received, started = 0, False
+        received, started, complete = 0, False, False
+        deadline = asyncio.get_running_loop().time() + self.settings.body_timeout
 
         async def send_with_headers(message: Message) -> None:
             nonlocal started
@@ -54,8 +56,14 @@ class Guard:
             await send(message)
 
         async def receive_limited() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, complete
+            try:
+                async with asyncio.timeout_at(None if complete else deadline):
+                    message = await receive()
+            except TimeoutError:
+                what = f"the body did not arrive within {self.settings.body_timeout:g} seconds; send it faster"
+                raise ApiError(408, "body_timeout", what, headers={"Connection": "close"}) from None
+            complete = complete or not message.get("more_body", False)
             received += len(message.get("body", b""))
             if received > self.settings.max_body:
                 raise self._too_large()
@@ -88,7 +96,8 @@ class Guard:
 
     def _too_large(self) -> ApiError:
         what = f"the body has more than {self.settings.max_body:,} bytes, the server's limit"
-        return ApiError(413, "request_too_large", f"{what}; send a smaller request")
+        close = {"Connection": "close"}  # the rest of the body is not read
+        return ApiError(413, "request_too_large", f"{what}; send a smaller request", headers=close)
 
 
 def has_key(headers: Headers, keys: Collection[str]) -> bool:

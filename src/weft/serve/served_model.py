@@ -63,8 +63,9 @@ class ServedModel:
 
     @cached_property
     def window(self) -> int | None:
-        """Maximum number of tokens of a prompt with its continuation; None: any."""
-        return longest_text(self.engine.model)
+        """Maximum number of tokens of a prompt with its continuation, in the model and in the cache; None: any."""
+        limits = [limit for limit in (longest_text(self.engine.model), self.engine.capacity) if limit is not None]
+        return min(limits, default=None)
 
     def room(self, prompt: Sequence[int]) -> int | None:
         """Returns the number of tokens that fit in the model's window after a prompt; None: any.

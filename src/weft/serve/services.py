@@ -27,6 +27,7 @@ class Settings:
         max_new_tokens: maximum number of new tokens per choice; None: only the model's window.
         max_choices: maximum number of choices of a request, over all of its prompts.
         request_timeout: maximum time of a request, in seconds.
+        body_timeout: maximum time in which the body of a request arrives, in seconds.
         log_prompts: whether prompts and answers are logged.
     """
 
@@ -39,6 +40,7 @@ class Settings:
     max_new_tokens: int | None = None
     max_choices: int = 128
     request_timeout: float = 600.0
+    body_timeout: float = 60.0
     log_prompts: bool = False
 
 

@@ -1,0 +1,101 @@
+"""Defines `Loader`, which loads models to serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.checkpoint.adapter_start import check_adapter_fits
+from weft.checkpoint.load import resolve
+from weft.checkpoint.load_model import load_model
+from weft.data.conversations.template import ChatTemplate, find_template, has_template, template_folder
+from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.errors import UserError
+from weft.generation.chat_format import ChatFormat
+from weft.generation.engine import Engine
+from weft.generation.text import stop_ids_of, tokenizer_of
+from weft.observe.console import Console
+from weft.parallel.world import local_device
+from weft.serve.served_model import ServedAdapter, ServedModel
+
+# Prompts are computed in parts, between which other texts go on. On a CPU, a part of 512 tokens is fast enough already.
+STEP_TOKENS = {"cpu": 512}
+GPU_STEP_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Loads models to serve.
+
+    Attributes:
+        dtype: name of the dtype; None: as saved.
+        quantize: see `weft.load_model`.
+        chat_template: see `find_template`; None: the model's own.
+        adapters: name -> folder of each adapter.
+        draft: path of a draft model, or None.
+        max_waiting: see `ServedModel`.
+        engine: keyword arguments of `Engine`; `max_step_tokens` can be None.
+    """
+
+    dtype: str | None = None
+    quantize: str | None = None
+    chat_template: str | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    draft: str | None = None
+    max_waiting: int = 256
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, source: str) -> ServedModel:
+        """Loads a model. Tokenizer, template and adapters are checked before.
+
+        Args:
+            source: a run directory, a checkpoint or a Hugging Face folder, possibly with a name: `name=path`.
+
+        Raises:
+            UserError: the model cannot be loaded, an adapter does not fit, or a chat template is invalid.
+        """
+        name, _, path = ("", "", source) if Path(source).exists() else source.partition("=")
+        name, path = (name, path) if path else ("", source)
+        checkpoint = resolve(path)
+        tokenizer, stop_ids = tokenizer_of(checkpoint), stop_ids_of(checkpoint)
+        for folder in self.adapters.values():
+            check_adapter_fits(folder, checkpoint)
+        console = Console()
+        device, dtype = local_device(console), getattr(torch, self.dtype) if self.dtype else None
+        chat = _chat_format(tokenizer, tokenizer.path, self.chat_template, console)
+        model = load_model(checkpoint, device, dtype, quantize=self.quantize)
+        step_tokens = self.engine.get("max_step_tokens") or STEP_TOKENS.get(device.type, GPU_STEP_TOKENS)
+        draft = load_model(self.draft, device, dtype) if self.draft else None
+        options = {**self.engine, "max_step_tokens": step_tokens, "draft": draft}
+        engine = Engine(model, tokenizer, stop_ids=stop_ids, **options)
+        served = ServedModel(name or _name_of(checkpoint), engine, chat, max_waiting=self.max_waiting)
+        for name, folder in self.adapters.items():
+            if name == served.name:
+                raise UserError(f"the adapter {name!r} has the name of the model; choose another name")
+            engine.add_adapter(name, folder)
+            own = template_folder(folder, tokenizer.path)
+            chat = None if own == tokenizer.path else _chat_format(tokenizer, own, None, console)
+            served.adapters[name] = ServedAdapter(name, folder, chat)
+        return served
+
+
+def _name_of(checkpoint: Path) -> str:
+    """Returns the name of a run or of a Hugging Face folder."""
+    checkpoint = checkpoint.absolute()
+    return (checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint).name
+
+
+def _chat_format(tokenizer: Tokenizer, folder: Path, name: str | None, console: Console) -> ChatFormat | None:
+    """Returns the chat format with the template `name`, or with that of a folder; None if there is none."""
+    if name is None and not has_template(folder):
+        return None
+    template = ChatTemplate.for_tokenizer(find_template(folder, name), tokenizer.path)
+    for line in template.warnings(tokenizer.added_tokens):
+        console.warning(line)
+    chat = ChatFormat(template, tokenizer, "change the messages, or serve the model with another --chat-template")
+    chat.frame([{"role": "user", "content": "weft"}])  # refused now if the template writes no answers
+    return chat
