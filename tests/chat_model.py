@@ -22,7 +22,12 @@ SYSTEM = "Mi vo."
 TURNS = [("Kalo mi ren?", "Sta tu vo, né 日本! " + "Ka lo tu pra el. " * 6), ("Pra el?", "Shi § ka mi.\nRen 😀 lo.")]
 
 
-def make_chat_model(tiny_tokenizer: Path, made: Path) -> Path:
+MESSAGES = [{"role": "system", "content": SYSTEM}]
+for _question, _answer in TURNS:
+    MESSAGES += [{"role": "user", "content": _question}, {"role": "assistant", "content": _answer}]
+
+
+def make_chat_model(tiny_tokenizer: Path, made: Path, template=TEMPLATE, messages=MESSAGES, tools=None) -> Path:
     """A Hugging Face folder: a Llama that learned one conversation by heart, and its tokenizer and template."""
     content = TheirTokenizer.from_file(str(tiny_tokenizer / "tokenizer.json"))
     content.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
@@ -30,15 +35,12 @@ def make_chat_model(tiny_tokenizer: Path, made: Path) -> Path:
     content.post_processor = processors.TemplateProcessing(single=f"{MARKS[0]} $A", special_tokens=[begin])
     end = json.loads((tiny_tokenizer / "tokenizer_config.json").read_text())["eos_token"]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=content, bos_token=MARKS[0], eos_token=end)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     torch.manual_seed(3)
     config = LlamaConfig(vocab_size=content.get_vocab_size(), max_position_embeddings=512, **SHAPE)
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     model = LlamaForCausalLM(config)
-    messages = [{"role": "system", "content": SYSTEM}]
-    for question, answer in TURNS:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    text = tokenizer.apply_chat_template(messages, tools, tokenize=False)
     ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
     optimizer = torch.optim.Adam(model.parameters(), 4e-3)
     for _ in range(120):

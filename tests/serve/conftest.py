@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from functools import cache
 
 import httpx
 import pytest
@@ -15,26 +16,26 @@ from weft.serve.served_model import ServedModel
 from weft.serve.services import Settings
 
 
-@pytest.fixture(scope="session")
-def loaded(chat_model):
-    """The tiny chat model: (module, tokenizer)."""
-    return weft.load_model(chat_model), tokenizer_of(chat_model)
+@cache
+def loaded(folder):
+    """(module, tokenizer, chat format) of a model."""
+    tokenizer, template = tokenizer_of(folder), ChatTemplate.for_tokenizer(find_template(folder), folder)
+    return weft.load_model(folder), tokenizer, ChatFormat(template, tokenizer, "change them")
 
 
 @pytest.fixture
-def serve(loaded, chat_model):
+def serve(chat_model):
     """Runs a test against an application: `serve(test, settings={...}, **engine options)`.
 
-    `test(client)` is a coroutine. `client.models` are the served models, of the names in `names`.
+    `test(client)` is a coroutine. `client.models` are the served models, of the names in `names`, from `folder`.
     """
 
     @asynccontextmanager
-    async def application(settings, names, max_waiting, options):
-        model, tokenizer = loaded
-        chat = ChatFormat(ChatTemplate.for_tokenizer(find_template(chat_model), chat_model), tokenizer, "change them")
+    async def application(folder, settings, names, max_waiting, options):
+        model, tokenizer, chat = loaded(folder)
         made = []
         for name in names:
-            engine = weft.Engine(model, tokenizer, stop_ids=stop_ids_of(chat_model), **options)
+            engine = weft.Engine(model, tokenizer, stop_ids=stop_ids_of(folder), **options)
             made.append(ServedModel(name, engine, chat, max_waiting=max_waiting))
         app = create_app(made, Settings(**settings))
         async with (
@@ -46,9 +47,9 @@ def serve(loaded, chat_model):
             client.models = made
             yield client
 
-    def run(test, *, settings=None, names=("tiny",), max_waiting=256, **options):
+    def run(test, *, folder=chat_model, settings=None, names=("tiny",), max_waiting=256, **options):
         async def main():
-            async with application(settings or {}, names, max_waiting, options) as client:
+            async with application(folder, settings or {}, names, max_waiting, options) as client:
                 return await asyncio.wait_for(test(client), 60)
 
         return asyncio.run(main())

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
-import weft
 from weft.data.conversations.messages import convert_messages, join_parts
 from weft.data.sources.values import Unfit
 from weft.data.tokenizers.tokenizer import Prompt
@@ -26,143 +23,18 @@ from weft.serve.choices import Choice
 from weft.serve.errors import ApiError
 from weft.serve.exchange import Output
 from weft.serve.json_route import JsonRoute
-from weft.serve.logprobs import chat_logprobs, completion_logprobs
+from weft.serve.replies import ChatReply, CompletionReply, Job, Reply
 from weft.serve.sampling import make_sampling
 from weft.serve.schemas import ChatRequest, CompletionRequest, Message, SamplingRequest
 from weft.serve.served_model import ServedAdapter, ServedModel
 from weft.serve.services import Services, services_of
+from weft.serve.tools import prepare_tools, schema_of, template_messages
 
 COMPLETION_TOKENS = 16  # default of `max_tokens` of completions, as in OpenAI's API
 UNKNOWN_WINDOW = 4096  # default of new tokens of a chat with a model whose window is not known
 
 logger = logging.getLogger("weft.serve")
 router = APIRouter(tags=["generation"], route_class=JsonRoute)
-
-
-@dataclass
-class Job:
-    """A prepared request.
-
-    Attributes:
-        prompts: the prompts.
-        sampling: the settings.
-        stop_ids: tokens that end a choice.
-        leads: for each prompt, the text that its choices do not contain (see `Choice`).
-        echoes: for each prompt, the text with which its choices begin.
-    """
-
-    prompts: Sequence[Prompt | list[int]]
-    sampling: Sampling
-    stop_ids: frozenset[int]
-    leads: Sequence[str]
-    echoes: Sequence[str] = ()
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(prompt.ids if isinstance(prompt, Prompt) else prompt) for prompt in self.prompts)
-
-    def choices(self, *, whole_characters: bool) -> list[Choice]:
-        """Returns an empty choice for each continuation."""
-        return [Choice(lead, whole_characters=whole_characters) for lead in self.leads for _ in range(self.sampling.n)]
-
-
-class Reply:
-    """The form of an endpoint's answers.
-
-    Args:
-        model: name of the model in the request.
-        kind: beginning of the answer's id.
-        object: type of the answer, such as "text_completion".
-        chunk: type of each event of a stream.
-    """
-
-    def __init__(self, model: ServedModel, name: str, kind: str, object: str, chunk: str):
-        self.model = model
-        self._head = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
-        self._head["system_fingerprint"] = f"weft-{weft.__version__}"
-        self._object, self._chunk = object, chunk
-        self.every: dict[str, Any] = {}  # further keys of each event
-
-    def body(self, choices: list[dict], usage: dict[str, int]) -> dict[str, Any]:
-        """Returns a complete answer."""
-        return {**self._head, "object": self._object, "choices": choices, "usage": usage}
-
-    def event(self, choices: list[dict], **more: Any) -> dict[str, Any]:
-        """Returns an event of a stream."""
-        return {**self._head, "object": self._chunk, "choices": choices, **self.every, **more}
-
-    def begin(self, index: int) -> dict[str, Any] | None:
-        """Returns the first event of a choice, or None."""
-
-    def delta(self, index: int, choice: Choice, text: str, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Returns the part of a choice that new pieces of it add."""
-        raise NotImplementedError
-
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        """Returns a complete choice."""
-        raise NotImplementedError
-
-
-class CompletionReply(Reply):
-    """The form of the answers of `/v1/completions`."""
-
-    def __init__(self, model: ServedModel, name: str, job: Job):
-        super().__init__(model, name, "cmpl", "text_completion", "text_completion")
-        self._job, self._offsets = job, defaultdict(int)
-
-    def begin(self, index: int) -> dict[str, Any] | None:
-        echo = self._echo(index)
-        return {"index": index, "text": echo, "logprobs": None, "finish_reason": None} if echo else None
-
-    def delta(self, index: int, choice: Choice, text: str, pieces: Sequence[Piece]) -> dict[str, Any]:
-        logprobs = self._logprobs(pieces, len(self._echo(index)) + self._offsets[index])
-        self._offsets[index] += len(text)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}
-
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        echo = self._echo(index)
-        logprobs = self._logprobs(choice.pieces, len(echo))
-        return {"index": index, "text": echo + choice.text, "logprobs": logprobs, "finish_reason": choice.finish}
-
-    def _echo(self, index: int) -> str:
-        return self._job.echoes[index // self._job.sampling.n] if self._job.echoes else ""
-
-    def _logprobs(self, pieces: Sequence[Piece], offset: int) -> dict[str, Any] | None:
-        if self._job.sampling.logprobs is None:
-            return None
-        return completion_logprobs(self.model.tokenizer, content_pieces(pieces, self._job), offset)
-
-
-class ChatReply(Reply):
-    """The form of the answers of `/v1/chat/completions`."""
-
-    def __init__(self, model: ServedModel, name: str, job: Job):
-        super().__init__(model, name, "chatcmpl", "chat.completion", "chat.completion.chunk")
-        self._job = job
-
-    def begin(self, index: int) -> dict[str, Any] | None:
-        return self._delta(index, {"role": "assistant", "content": "", "refusal": None})
-
-    def delta(self, index: int, choice: Choice, text: str, pieces: Sequence[Piece]) -> dict[str, Any]:
-        return self._delta(index, {"content": text} if text else {}, self._logprobs(pieces), choice.finish)
-
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        logprobs = self._logprobs(choice.pieces)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
-
-    def _delta(self, index: int, delta: dict, logprobs: Any = None, finish: Any = None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-
-    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        if self._job.sampling.logprobs is None:
-            return None
-        return chat_logprobs(self.model.tokenizer, content_pieces(pieces, self._job))
-
-
-def content_pieces(pieces: Sequence[Piece], job: Job) -> list[Piece]:
-    """Returns the pieces without the token that ended the text."""
-    return [piece for piece in pieces if piece.finish != "stop" or piece.token not in job.stop_ids]
 
 
 @router.post("/v1/completions")
@@ -216,15 +88,26 @@ def _prepare_completion(
 
 def _prepare_chat(services: Services, model: ServedModel, adapter: ServedAdapter | None, body: ChatRequest) -> Job:
     """Renders the messages of a chat. Runs outside of the event loop."""
-    messages = chat_messages(body.messages)
-    asked = model.chat_prompt(messages, None, body.chat_template_kwargs, adapter)
+    chat = model.chat_format(adapter)
+    messages = template_messages(chat_messages(body.messages), chat.template)
+    schema = schema_of(body.response_format, "response_format")
+    several = body.parallel_tool_calls is not False
+    tools = prepare_tools(
+        chat.template, model.tokenizer, body.tools or (), body.tool_choice, several=several, schema=schema
+    )
+    asked = model.chat_prompt(messages, tools and tools.tools, body.chat_template_kwargs, adapter)
     room = services.room(model, asked.prompt.ids)
     limit = services.settings.max_new_tokens or UNKNOWN_WINDOW
     wanted = body.max_completion_tokens or body.max_tokens or (limit if room is None else min(room, limit))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = asked.sampling(make_sampling(body, wanted, logprobs=logprobs), room)
+    grammar = tools and tools.grammar
+    constraint = {"grammar": grammar, "json_schema": schema if grammar is None else None}
+    sampling = asked.sampling(make_sampling(body, wanted, logprobs=logprobs, **constraint), room)
+    if tools is not None and tools.visible:
+        sampling = replace(sampling, skip_special_tokens=False)
     _load_token_bytes(model, sampling)
-    return Job([asked.prompt], sampling, _stop_ids(model.engine, body) | asked.stop_ids, [asked.lead])
+    stop_ids = _stop_ids(model.engine, body) | asked.stop_ids
+    return Job([asked.prompt], sampling, stop_ids, [asked.lead], tools=tools)
 
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -258,14 +141,12 @@ async def _answer(
     async with model.slots(prompts * (body.n or 1)):
         job = await asyncio.to_thread(prepare)
         reply = form(model, adapter.name if adapter else model.name, job)
-        choices = job.choices(whole_characters=isinstance(reply, ChatReply))
+        choices = job.choices(whole_characters=reply.chat)
         name = adapter and adapter.name
-        wants_usage = body.stream_options is not None and body.stream_options.include_usage
-        reply.every = {"usage": None} if wants_usage else {}
+        reply.wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         async with model.generate(job.prompts, job.sampling, stop_ids=job.stop_ids, adapter=name) as generation:
             if body.stream:
-                first = [begun for index in range(len(choices)) if (begun := reply.begin(index)) is not None]
-                await output.events(*(reply.event([one]) for one in first))
+                await output.events(*(event for index in range(len(choices)) for event in reply.begin(index)))
             async for pieces in generation.read():
                 by_choice: Mapping[int, list[Piece]] = defaultdict(list)
                 for index, piece in pieces:
@@ -274,17 +155,16 @@ async def _answer(
                 for index, some in by_choice.items():
                     choice = choices[index]
                     text = choice.add(some)
-                    if body.stream and (text or choice.finish or job.sampling.logprobs is not None):
-                        new.append(reply.event([reply.delta(index, choice, text, some)]))
+                    if body.stream:
+                        new += reply.delta(index, choice, text, some)
                 if new:
                     await output.events(*new)
         usage = _usage(job, choices)
         _log(services, model, job, choices, usage)
         if not body.stream:
-            await output.json(reply.body([reply.choice(index, one) for index, one in enumerate(choices)], usage))
+            await output.json(reply.body(choices, usage))
             return
-        last = [reply.event([], usage=usage)] if wants_usage else []
-        await output.events(*last, "[DONE]", last=True)
+        await output.events(*reply.end(choices, usage), last=True)
 
 
 def _log(services: Services, model: ServedModel, job: Job, choices: Sequence[Choice], usage: Mapping[str, int]) -> None:

@@ -78,6 +78,83 @@ class CompletionRequest(SamplingRequest):
     suffix: Literal[""] | None = Field(None, description="Only an empty text is supported.")
 
 
+class Function(Section):
+    """A function that a model can call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments, an object.")
+    strict: bool | None = Field(
+        None, description="Arguments follow the schema exactly where tool_choice requires a call; otherwise no effect."
+    )
+
+
+class Tool(Section):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Section):
+    name: str
+
+
+class NamedTool(Section):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class TextFormat(Section):
+    type: Literal["text"]
+
+    @property
+    def wanted_schema(self) -> Any:
+        return None
+
+
+class JsonObjectFormat(Section):
+    type: Literal["json_object"]
+
+    @property
+    def wanted_schema(self) -> Any:
+        return {"type": "object"}
+
+
+class NamedSchema(Section):
+    """A JSON schema, which is always enforced, also without `strict`."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(True, alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Section):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+    @property
+    def wanted_schema(self) -> Any:
+        return self.json_schema.schema_
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str | dict[str, Any] | None = Field(None, description="The arguments, an object or its JSON text.")
+
+
+class MessageCall(BaseModel):
+    """A tool call of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(BaseModel):
     """A message of a conversation. Further keys are passed to the chat template."""
 
@@ -85,6 +162,8 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = Field(None, description="A text, or a list of parts of type text.")
+    tool_calls: list[MessageCall] | None = Field(None, description="Tools that the assistant called in this message.")
+    tool_call_id: str | None = Field(None, description="The call that a message of the role tool answers.")
 
 
 class ChatRequest(SamplingRequest):
@@ -98,6 +177,15 @@ class ChatRequest(SamplingRequest):
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="Number of most likely tokens whose log-probabilities are returned."
     )
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = Field(
+        None, description="Functions that the model can call."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None,
+        description="Whether the model must call a tool, and which. With `none`, the model does not see the tools.",
+    )
+    parallel_tool_calls: bool | None = Field(True, description="Whether a required answer can have several calls.")
+    response_format: ResponseFormat | None = Field(None, description="The form of the answer, which is enforced.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description=f"Variables of the chat template. {EXTENSION}"
     )

@@ -80,6 +80,20 @@ class ServedModel:
             raise ApiError(400, "context_length_exceeded", f"{what}; shorten the prompt")
         return self.window - len(prompt)
 
+    def chat_format(self, adapter: ServedAdapter | None = None) -> ChatFormat:
+        """Returns the chat format of the model, or of an adapter with its own.
+
+        Raises:
+            ApiError: there is no chat template.
+        """
+        chat = (adapter and adapter.chat) or self.chat
+        if chat is None:
+            what = (
+                f"the model {self.name!r} has no chat template; use /v1/completions, or serve it with --chat-template"
+            )
+            raise ApiError(400, "no_chat_template", what, "model")
+        return chat
+
     def chat_prompt(
         self,
         messages: Messages,
@@ -93,12 +107,7 @@ class ServedModel:
             ApiError: the model has no chat template.
             UserError: the template cannot render the messages.
         """
-        chat = (adapter and adapter.chat) or self.chat
-        if chat is None:
-            what = (
-                f"the model {self.name!r} has no chat template; use /v1/completions, or serve it with --chat-template"
-            )
-            raise ApiError(400, "no_chat_template", what, "model")
+        chat = self.chat_format(adapter)
         question: Messages = [{"role": "user", "content": "weft"}]
         if tools or variables:
             frame = chat.frame(question, tools, variables)
