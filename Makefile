@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-parallel test-generation lint format package-check bench bench-data bench-models bench-parallel bench-tuning docs site gpu-check clean
+.PHONY: help install quickstart test test-parallel test-generation serve-check lint format package-check bench bench-data bench-models bench-parallel bench-tuning docs site gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,18 @@ test-parallel: $(STAMP) ## run the equivalence matrix: every mesh against one pr
 
 test-generation: $(STAMP) ## run all tests of generation, also 1,000 random schedules of requests (ARGS="-k draft" for some of them)
 	@.venv/bin/python -m pytest -q -n 2 -m "matrix or not matrix" -o faulthandler_timeout=1200 tests/generation $(ARGS)
+
+# The clients' libraries have an environment of their own, without Weft. EXAMPLES: requests per operation of the fuzzer.
+serve-check: $(STAMP) .venv-clients/.installed ## check the server with openai, LangChain, LiteLLM and a fuzzer (EXAMPLES=60)
+	@WEFT_PYTHON=$(CURDIR)/.venv/bin/python .venv-clients/bin/python -m pytest -q -c /dev/null -p no:cacheprovider \
+	  --rootdir tests/serve/clients --confcutdir tests/serve/clients -o python_files='check_*.py' tests/serve/clients $(ARGS)
+
+.venv-clients/.installed: tests/serve/clients/requirements.txt
+	@echo "Installing clients' libraries into .venv-clients (once) ..."
+	@rm -f $@
+	@$(PYTHON) -m venv --clear .venv-clients
+	@.venv-clients/bin/python -m pip install -qq --disable-pip-version-check --only-binary :all: -r $<
+	@touch $@
 
 lint: $(STAMP) ## check style, layering and types
 	@failed=0; \
