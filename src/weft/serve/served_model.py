@@ -76,7 +76,8 @@ class ServedModel:
         if self.window is None:
             return None
         if len(prompt) >= self.window:
-            what = f"the prompt has {len(prompt):,} tokens, but the model's window has {self.window:,}"
+            # Clients such as LiteLLM recognize this error by OpenAI's words.
+            what = f"This model's maximum context length is {self.window:,} tokens, and the prompt has {len(prompt):,}"
             raise ApiError(400, "context_length_exceeded", f"{what}; shorten the prompt")
         return self.window - len(prompt)
 
