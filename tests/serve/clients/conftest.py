@@ -28,9 +28,9 @@ def pytest_configure(config):
     config.weft_folder = tempfile.TemporaryDirectory()
     folder = Path(config.weft_folder.name)
     subprocess.run([python, HERE / "make_model.py", folder], check=True, timeout=300)
-    log = open(folder / "server.log", "w+")
     words = ["serve", folder / "tiny", "--port", "0", "--api-key", KEY, "--max-waiting", "64"]
-    process = subprocess.Popen([python, "-m", "weft", *words], stdout=subprocess.PIPE, stderr=log, text=True)
+    with open(folder / "server.log", "w") as log:
+        process = subprocess.Popen([python, "-m", "weft", *words], stdout=subprocess.PIPE, stderr=log, text=True)
     line = process.stdout.readline()
     if " at " not in line:
         process.wait(60)
