@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.generation_options import add_model_options
@@ -120,6 +121,11 @@ def _add_safety_options(parser: argparse.ArgumentParser) -> None:
         help="key of requests that add and remove adapters (default: WEFT_ADMIN_KEY; without it, nobody can)",
     )
     group.add_argument(
+        "--adapter-folder",
+        metavar="DIR",
+        help="folder whose adapters can be added while the server runs, with the admin key (default: none)",
+    )
+    group.add_argument(
         "--allow-host",
         action="append",
         default=[],
@@ -228,10 +234,13 @@ def _settings(args: argparse.Namespace) -> Settings:
     admin_keys = (*args.admin_key, *filter(None, [os.environ.get("WEFT_ADMIN_KEY")]))
     if not all((*args.api_key, *args.admin_key)):
         raise UserError("a key is empty; give a key, or omit the option")
+    if args.adapter_folder is not None and not Path(args.adapter_folder).is_dir():
+        raise UserError("--adapter-folder: there is no such folder; create it, or choose another", args.adapter_folder)
     open_here = _is_loopback(args.host) and not api_keys
     return Settings(
         api_keys,
         admin_keys,
+        adapter_folder=args.adapter_folder,
         hosts=(*LOOPBACK, args.host.lower(), *map(str.lower, args.allow_host)) if open_here else None,
         cors_origins=tuple(args.cors_origin),
         max_body=args.max_body,

@@ -62,6 +62,8 @@ class Engine:
             occurrence of the sequence's last 3 or 2 tokens (prompt look-up); 0: none.
 
     Attributes:
+        adapters: the adapters.
+        running, waiting: the unfinished sequences, with and without cache blocks.
         capacity: maximum number of tokens in the cache; None: there is no cache.
         steps: number of steps.
         passes: number of forward passes, more than one per step with `batch_invariant`.
@@ -105,9 +107,9 @@ class Engine:
         self._allocator = BlockAllocator(caches, most, share=not batch_invariant)
         self.blocks = self._allocator.pool
         self.capacity = None if self.runner.cache is None else self._allocator.most * BLOCK
-        self.lock, self._adapters = threading.RLock(), Adapters()
-        self._waiting: deque[GeneratedSequence] = deque()
-        self._running: list[GeneratedSequence] = []
+        self.lock, self.adapters = threading.RLock(), Adapters()
+        self.waiting: deque[GeneratedSequence] = deque()
+        self.running: list[GeneratedSequence] = []
         self._ids = itertools.count()
         self.steps = self.passes = self.computed_tokens = self.shared_tokens = self.new_tokens = 0
         self.proposed_tokens = self.accepted_tokens = 0
@@ -165,9 +167,9 @@ class Engine:
                     context = Context(sampling, generator, ids, (), first, constraint)
                     added.append(GeneratedSequence(next(self._ids), list(ids), streams[-1], index, context, limit))
                     added[-1].stop_ids, added[-1].shares = stop_ids, shares
-                    added[-1].adapter = self._adapters.get(adapter)
+                    added[-1].adapter = self.adapters.get(adapter)
                 equal[tuple(ids)] += 1
-            self._waiting.extend(added)
+            self.waiting.extend(added)
         return streams
 
     def add_adapter(self, name: str, deltas: Deltas | str | Path) -> None:
@@ -185,20 +187,19 @@ class Engine:
         """
         check_base(self.model, deltas)  # before the lock: hashing takes as long as loading
         with self.lock:
-            self._adapters.add(self.model, name, deltas)
+            self.adapters.add(self.model, name, deltas)
 
     def remove_adapter(self, name: str) -> None:
         """Removes an adapter. Raises UserError if the adapter does not exist or an unfinished continuation uses it."""
         with self.lock:
-            self._adapters.remove(name, [s.adapter for s in (*self._running, *self._waiting)])
+            self.adapters.remove(name, [s.adapter for s in (*self.running, *self.waiting)])
 
     def step(self) -> bool:
         """Runs one step, and adds the new tokens to the streams. Returns whether there are unfinished sequences."""
         with self.lock:
-            works = self._plan()
-            if works:
+            if works := self._plan():
                 self._run(works)
-            return bool(self._waiting or self._running)
+            return bool(self.waiting or self.running)
 
     def cancel(self, stream: Stream) -> None:
         """Ends the unfinished continuations of a stream, and frees their cache blocks."""
@@ -213,18 +214,18 @@ class Engine:
 
     def _plan(self) -> list[tuple[GeneratedSequence, Work]]:
         """Chooses the tokens that the next step computes, and allocates cache blocks for these tokens."""
-        budget, works, waiting = self.max_step_tokens, [], len(self._waiting)
+        budget, works, waiting = self.max_step_tokens, [], len(self.waiting)
         # New tokens come before prompts, so that a long prompt does not interrupt other sequences.
-        for sequence in sorted(self._running, key=lambda s: len(s.tokens) - s.computed > 1):
-            if sequence in self._running and budget > 0:  # an earlier sequence can have preempted it
+        for sequence in sorted(self.running, key=lambda s: len(s.tokens) - s.computed > 1):
+            if sequence in self.running and budget > 0:  # an earlier sequence can have preempted it
                 budget -= self._add(sequence, budget, works)
-        works = [(sequence, work) for sequence, work in works if sequence in self._running]
-        preempted = len(self._waiting) > waiting
-        while budget > 0 and self._waiting and not preempted and len(self._running) < self.max_batch:
-            if not self._admit(self._waiting[0]):
+        works = [(sequence, work) for sequence, work in works if sequence in self.running]
+        preempted = len(self.waiting) > waiting
+        while budget > 0 and self.waiting and not preempted and len(self.running) < self.max_batch:
+            if not self._admit(self.waiting[0]):
                 break
-            sequence = self._waiting.popleft()
-            self._running.append(sequence)
+            sequence = self.waiting.popleft()
+            self.running.append(sequence)
             budget -= self._add(sequence, budget, works)
         return works
 
@@ -260,7 +261,7 @@ class Engine:
         # Proposals would change the chunks after a preemption, so batch-invariant sequences get all blocks at once.
         take = self.batch_invariant and self.proposer.tokens > 0
         length = sequence.limit if take else len(sequence.tokens) + 1 + self.proposer.tokens
-        if not self._allocator.admit(sequence, length, take=take, wait=bool(self._running)):
+        if not self._allocator.admit(sequence, length, take=take, wait=bool(self.running)):
             return False
         self.shared_tokens += sequence.computed
         self.proposer.begin(sequence.id, sequence.computed)
@@ -269,7 +270,7 @@ class Engine:
     def _reserve(self, sequence: GeneratedSequence, end: int) -> bool:
         """Gives a sequence blocks for its first `end` tokens. Preempts later sequences, or this one, if necessary."""
         while not self._allocator.reserve(sequence, end):
-            last = self._running[-1]
+            last = self.running[-1]
             self._preempt(last)
             if last is sequence:
                 return False
@@ -278,21 +279,21 @@ class Engine:
     def _preempt(self, sequence: GeneratedSequence) -> None:
         """Frees the blocks of a running sequence. The sequence waits for free blocks, and is then recomputed."""
         self._remove(sequence)
-        self._waiting.appendleft(sequence)
+        self.waiting.appendleft(sequence)
 
     def _remove(self, sequence: GeneratedSequence) -> None:
         """Removes a sequence from the engine, and frees its blocks."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
         self._allocator.release(sequence)
         self.runner.forget(sequence.id)
         self.proposer.forget(sequence.id)
 
     def _remove_all(self, stream: Stream) -> list[GeneratedSequence]:
         """Removes and returns the unfinished sequences of a stream."""
-        found = [sequence for sequence in (*self._running, *self._waiting) if sequence.stream is stream]
+        found = [sequence for sequence in (*self.running, *self.waiting) if sequence.stream is stream]
         for sequence in found:
             self._remove(sequence)
         return found
@@ -313,7 +314,7 @@ class Engine:
         self.passes += len(planned) if self.batch_invariant else 1
         self.computed_tokens += sum(work.end - work.start for work in works)
         for (sequence, work), choices in zip(planned, chosen, strict=True):
-            if sequence not in self._running:  # cancelled with its stream
+            if sequence not in self.running:  # cancelled with its stream
                 continue
             if not work.kept:
                 self._publish(sequence, work.end)

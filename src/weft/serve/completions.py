@@ -25,7 +25,7 @@ from weft.serve.exchange import Output
 from weft.serve.json_route import JsonRoute
 from weft.serve.replies import ChatReply, CompletionReply, Job, Reply
 from weft.serve.sampling import make_sampling
-from weft.serve.schemas import ChatRequest, CompletionRequest, Message, SamplingRequest
+from weft.serve.schemas import ChatRequest, CompletionRequest, Message, SamplingRequest, list_of_prompts
 from weft.serve.served_model import ServedAdapter, ServedModel
 from weft.serve.services import Services, services_of
 from weft.serve.tools import prepare_tools, schema_of, template_messages
@@ -42,10 +42,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     """Continues texts."""
     services = services_of(request)
     model, adapter = services.models.find(body.model)
-    single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
-    many: Any = [body.prompt] if single else body.prompt
-    if not many:
-        raise ApiError(400, "invalid_value", "prompt is an empty list; give at least one text", "prompt")
+    many = list_of_prompts(body.prompt, "prompt")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(400, "unsupported_value", "best_of is supported only with the value of n; remove it", "best_of")
     if body.echo and body.logprobs is not None:

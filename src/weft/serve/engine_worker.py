@@ -7,7 +7,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,10 +51,10 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Call:
-    """Command: calls a method of the engine, such as "remove_adapter"; None: only answers."""
+    """Command: calls a function of the engine, such as `Engine.remove_adapter`; None: only answers."""
 
     id: int
-    method: str | None
+    function: Callable[..., Any] | None
     args: tuple = ()
 
 
@@ -197,15 +197,16 @@ class EngineWorker:
             raise
         return generation
 
-    async def call(self, method: str | None, *args: Any) -> Any:
-        """Calls a method of the engine between two steps, and returns its result. None: waits for the thread only.
+    async def call(self, function: Callable[..., Any] | None, *args: Any) -> Any:
+        """Calls `function(engine, *args)` between two steps, and returns its result. None: waits for the thread only.
 
         Raises:
             EngineFailure: the thread has ended.
+            Exception: what the function raises.
         """
         id, answer = next(self._ids), Future()
         self._answers[id] = answer
-        self._post(Call(id, method, args))
+        self._post(Call(id, function, args))
         return await asyncio.wrap_future(answer)
 
     def end(self, generation: Generation) -> None:
@@ -288,8 +289,8 @@ class EngineWorker:
     def _answer(self, command: Call) -> None:
         answer = self._answers.pop(command.id, None)
         try:
-            result = None if command.method is None else getattr(self.engine, command.method)(*command.args)
-        except UserError as error:
+            result = None if command.function is None else command.function(self.engine, *command.args)
+        except Exception as error:  # the caller's: the engine goes on
             if answer is not None and not answer.cancelled():
                 answer.set_exception(error)
         else:

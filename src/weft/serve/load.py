@@ -77,10 +77,15 @@ class Loader:
             if name == served.name:
                 raise UserError(f"the adapter {name!r} has the name of the model; choose another name")
             engine.add_adapter(name, folder)
-            own = template_folder(folder, tokenizer.path)
-            chat = None if own == tokenizer.path else _chat_format(tokenizer, own, None, console)
-            served.adapters[name] = ServedAdapter(name, folder, chat)
+            served.adapters[name] = make_adapter(name, folder, tokenizer, console)
         return served
+
+
+def make_adapter(name: str, folder: str, tokenizer: Tokenizer, console: Console) -> ServedAdapter:
+    """Returns the description of an adapter, with its own chat format if the folder has a template."""
+    own = template_folder(folder, tokenizer.path)
+    chat = None if own == tokenizer.path else _chat_format(tokenizer, own, None, console)
+    return ServedAdapter(name, folder, chat)
 
 
 def _name_of(checkpoint: Path) -> str:

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from weft.serve.errors import ApiError
+
 NO_EFFECT = "Accepted without effect."
 EXTENSION = "Not in OpenAI's API."
 MOST_SEED = 2**63 - 1
@@ -15,6 +17,18 @@ class Section(BaseModel):
     """A JSON object with known keys. A text is no number, and a number is no text."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+Prompts = str | list[str] | list[int] | list[list[int]]
+
+
+def list_of_prompts(given: Prompts, param: str) -> list[Any]:
+    """Returns the texts or lists of ids of a request. Raises ApiError if there are none."""
+    single = isinstance(given, str) or (given and isinstance(given[0], int))
+    many: Any = [given] if single else given
+    if not many:
+        raise ApiError(400, "invalid_value", f"{param} is an empty list; give at least one text", param)
+    return many
 
 
 class StreamOptions(Section):
@@ -67,7 +81,7 @@ class SamplingRequest(Section):
 class CompletionRequest(SamplingRequest):
     """A request of `/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+    prompt: Prompts = Field(
         description="A text or the ids of its tokens; or several of them, each of which has `n` choices."
     )
     echo: bool | None = Field(False, description="Whether the text of a choice begins with the prompt.")
@@ -190,3 +204,59 @@ class ChatRequest(SamplingRequest):
         None, description=f"Variables of the chat template. {EXTENSION}"
     )
     modalities: list[Literal["text"]] | None = None
+
+
+class EmbeddingRequest(Section):
+    """A request of `/v1/embeddings`."""
+
+    model: str | None = Field(None, description="Name of a model or of an adapter; default: the first model.")
+    input: str | Annotated[list[str], Field(max_length=2048)] | list[int] | list[list[int]] = Field(
+        description="A text or the ids of its tokens; or several of them."
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(
+        "float", description="Numbers, or their bytes (little-endian float32) in base64."
+    )
+    dimensions: int | None = Field(None, ge=1, description="Only the model's hidden size is supported.")
+    pooling: Literal["mean", "last"] | None = Field(
+        "mean", description=f"The mean of the hidden states of all tokens, or that of the last token. {EXTENSION}"
+    )
+    user: str | None = Field(None, description=NO_EFFECT)
+
+
+class TokenizeRequest(Section):
+    """A request of `/tokenize`: a text, or messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = Field(
+        False, description="Whether to include tokens such as `<s>`, which completions do not add to prompts."
+    )
+    messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = Field(
+        True, description="Whether the prompt ends with the beginning of an answer."
+    )
+    return_token_strs: bool | None = Field(False, description="Whether to return the text of each token.")
+
+
+class DetokenizeRequest(Section):
+    """A request of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+class LoadAdapterRequest(Section):
+    """A request of `/v1/load_lora_adapter`."""
+
+    lora_name: str = Field(pattern=r"^[\w./:-]{1,128}$", description="Name of the adapter in requests.")
+    lora_path: str = Field(min_length=1, description="Folder of the adapter, in the server's folder of adapters.")
+    base_model_name: str | None = Field(None, description="The model to add it to, if several are served.")
+
+
+class UnloadAdapterRequest(Section):
+    """A request of `/v1/unload_lora_adapter`."""
+
+    lora_name: str
+    lora_int_id: int | None = Field(None, description=NO_EFFECT)

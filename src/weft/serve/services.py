@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ class Settings:
     Attributes:
         api_keys: keys, one of which each request must have, except for the page and `/health`; empty: none is needed.
         admin_keys: keys of requests that change what the server serves; empty: nobody can change it.
+        adapter_folder: folder of the adapters that can be added while the server runs; None: none can.
         hosts: names that the header Host can have; None: any.
         cors_origins: origins of other web pages that may use the server.
         max_body: maximum size of a request's body, in bytes.
@@ -33,6 +35,7 @@ class Settings:
 
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
+    adapter_folder: str | None = None
     hosts: tuple[str, ...] | None = None
     cors_origins: tuple[str, ...] = ()
     max_body: int = 10 * 2**20
@@ -46,11 +49,19 @@ class Settings:
 
 @dataclass
 class Services:
-    """What the endpoints of an application share."""
+    """What the endpoints of an application share.
+
+    Attributes:
+        models: the models.
+        settings: the limits.
+        exchanges: the requests that are being answered.
+        admin_lock: held by the request that changes what is served.
+    """
 
     models: ServedModels
     settings: Settings
     exchanges: Exchanges = field(init=False)
+    admin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self):
         self.exchanges = Exchanges(self.settings.request_timeout)
@@ -72,11 +83,15 @@ class Services:
         Raises:
             ApiError: the prompt is too long.
         """
+        self.check_prompt(prompt)
+        return model.room(prompt)
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raises ApiError if a prompt has more tokens than the server allows."""
         limit = self.settings.max_prompt_tokens
         if limit is not None and len(prompt) > limit:
             what = f"the prompt has {len(prompt):,} tokens, but the server's limit is {limit:,}"
             raise ApiError(400, "context_length_exceeded", f"{what}; shorten the prompt")
-        return model.room(prompt)
 
 
 def services_of(request: Request) -> Services:

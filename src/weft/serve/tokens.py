@@ -1,0 +1,52 @@
+"""The endpoints `/tokenize` and `/detokenize`, with the bodies of vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from weft.serve.completions import chat_messages
+from weft.serve.errors import ApiError
+from weft.serve.json_route import JsonRoute
+from weft.serve.logprobs import token_text
+from weft.serve.schemas import DetokenizeRequest, TokenizeRequest
+from weft.serve.served_model import ServedAdapter, ServedModel
+from weft.serve.services import services_of
+from weft.serve.tools import template_messages
+
+router = APIRouter(tags=["tokens"], route_class=JsonRoute)
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
+    """Returns the token ids of a text, or of the prompt that a chat template writes for messages."""
+    model, adapter = services_of(request).models.find(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "invalid_value", "give either prompt or messages", "prompt")
+    ids = await asyncio.to_thread(_encode, model, adapter, body)
+    texts = [token_text(model.tokenizer, id) for id in ids] if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": model.window, "tokens": ids, "token_strs": texts}
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any]:
+    """Returns the text of token ids."""
+    model, _ = services_of(request).models.find(body.model)
+    largest, size = max(body.tokens, default=0), model.tokenizer.vocab_size
+    if largest >= size:
+        what = f"the token id {largest} is not in the vocabulary, which has ids 0 to {size - 1}; remove it"
+        raise ApiError(400, "invalid_value", what, "tokens")
+    return {"prompt": await asyncio.to_thread(model.tokenizer.decode, body.tokens)}
+
+
+def _encode(model: ServedModel, adapter: ServedAdapter | None, body: TokenizeRequest) -> list[int]:
+    if body.messages is None:
+        return model.tokenizer.encode(body.prompt or "", add_special_tokens=bool(body.add_special_tokens))
+    chat = model.chat_format(adapter)
+    messages = template_messages(chat_messages(body.messages), chat.template)
+    tools = [tool.model_dump(exclude_unset=True, exclude_none=True) for tool in body.tools or ()] or None
+    if body.add_generation_prompt is not False:
+        return model.chat_prompt(messages, tools, body.chat_template_kwargs, adapter).prompt.ids
+    return model.tokenizer.encode(chat.render(messages, tools, body.chat_template_kwargs))
