@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-parallel test-generation serve-check lint format package-check bench bench-data bench-models bench-parallel bench-tuning docs site gpu-check clean
+.PHONY: help install quickstart test test-parallel test-generation serve-check export-check lint format package-check bench bench-data bench-models bench-parallel bench-tuning docs site gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ serve-check: $(STAMP) .venv-clients/.installed ## check the server with openai, 
 	@$(PYTHON) -m venv --clear .venv-clients
 	@.venv-clients/bin/python -m pip install -qq --disable-pip-version-check --only-binary :all: -r $<
 	@touch $@
+
+export-check: $(STAMP) ## export all families to all targets, and run them with each target's own tool (ARGS="-k torch" for some)
+	@.venv/bin/python -m pytest -q -n 2 -m export -o faulthandler_timeout=1200 tests/export $(ARGS)
 
 lint: $(STAMP) ## check style, layering and types
 	@failed=0; \

@@ -1,6 +1,7 @@
 """`weft export` and `weft.export_model`: any source, and targets from outside."""
 
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import weft
+from weft import export as targets
 from weft import plugins
 from weft.cli.main import main
-from weft.export import hf, peft
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from test_huggingface import SMALL, folder, logits, tensors, theirs
@@ -96,15 +97,17 @@ def test_targets_from_outside(tmp_path, monkeypatch, capsys):
     plugins._installed.cache_clear()
 
 
-def test_help_lists_the_options_of_each_target(capsys):
+def test_help_lists_each_target_with_its_options_and_families(capsys):
     """Options are the keyword arguments of `export`, described by its docstring."""
     assert main(["export", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    for target, module in (("hf", hf), ("peft", peft)):
+    found = plugins.built_ins(targets, "export")
+    assert {"hf", "peft", "torch"} <= found.keys()
+    for target, module in found.items():
+        assert f"Families: {module.FAMILIES}" in said
         for name, argument in inspect.signature(module.export).parameters.items():
             if argument.kind is argument.KEYWORD_ONLY:
-                flag = "--" + name.replace("_", "-")
-                assert f"{flag} {name.upper()} {target}: " in said
+                assert re.search(rf"--{name.replace('_', '-')} [^:]*\b{target}\b[^:]*: ", said), (target, name)
     assert "--base BASE peft: name or path of the base model for adapter_config.json." in said
 
 

@@ -102,6 +102,13 @@ def test_a_trained_adapter_for_peft_and_merged(tuned, tmp_path, capsys, case):
     assert config["base_model_name_or_path"] == str(base)
     assert config["r"] == (6 if case == "pissa" else 3)
 
+    if case == "experts":  # merged when a graph is captured
+        assert weft_command(capsys, "export", run, tmp_path / "graph", "--to", "torch")[0] == 0
+        call = torch.export.load(tmp_path / "graph/model.pt2").module()
+        layout = json.loads((tmp_path / "graph/graph.json").read_text())["inputs"][2:]
+        past = [torch.zeros(2, entry["shape"][1], 0, entry["shape"][3]) for entry in layout]
+        graph = logits(lambda ids: call(ids, torch.arange(ids.shape[1]).repeat(2, 1), *past)[0])
+        assert (graph - expected).abs().max() < 1e-4
     if case in ("llama", "pissa", "dora"):
         texts = [weft.generate(run, [5, 6, 7], 6, ignore_eos=True)]
         texts += [weft.generate(base, [5, 6, 7], 6, ignore_eos=True, adapter=one) for one in (run, tmp_path / "peft")]
@@ -188,6 +195,9 @@ def test_an_adapter_of_a_quantized_base_belongs_to_the_dequantized_weights(tuned
     assert code == 2
     assert "trained on weights in nf4" in err
     assert "--dequantize" in err
+    code, _, err = weft_command(capsys, "export", run, tmp_path / "graph", "--to", "torch")
+    assert code == 2
+    assert "weft merge --dequantize" in err
     code, _, _ = weft_command(capsys, "merge", run, tmp_path / "merged", "--dequantize")
     assert code == 0
     assert (logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")) - expected).abs().max() < 1e-5

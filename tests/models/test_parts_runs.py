@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from part_cases import OWN, tokens
 from ruamel.yaml import YAML
 from running import QUIET, assert_same_weights, finish, losses, start, train
@@ -61,6 +62,10 @@ def test_a_run_with_parts_of_ones_own_is_sharded_resumed_loaded_and_not_exported
     assert "LlamaForCausalLM" in error
     assert "weft.load_model" in error
     assert not (tmp_path / "hf").exists()
+    assert main(["export", str(one), str(tmp_path / "graph"), "--to", "torch"]) == 0
+    call, ids = torch.export.load(tmp_path / "graph" / "model.pt2").module(), tokens()
+    positions, past = torch.arange(ids.shape[1]).repeat(len(ids), 1), torch.zeros(len(ids), 2, 0, 16).double()
+    assert torch.allclose(call(ids, positions, *[past] * 4)[0], loaded(ids), rtol=0, atol=1e-9)
 
 
 def test_what_attention_cannot_do_here_is_told_before_any_work(run, capsys):

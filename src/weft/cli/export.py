@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +28,40 @@ class TargetOption:
     help: str
 
 
+@dataclass(frozen=True)
+class Target:
+    """A built-in export target.
+
+    Attributes:
+        options: the options.
+        summary: first line of the docstring of the module, without the verb.
+        families: the constant FAMILIES of the module, which says what models the target can hold.
+    """
+
+    options: list[TargetOption]
+    summary: str
+    families: str
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    targets = built_in_targets()
-    parser.description = (
+    found = built_in_targets()
+    targets = {name: target.options for name, target in found.items()}
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = textwrap.fill(
         "Writes the model of a run's newest checkpoint, of one checkpoint, or of an imported or Hugging Face folder. "
         "--to hf, the default, writes config.json, safetensors and tokenizer files for AutoModelForCausalLM and "
         "AutoTokenizer, without remote code. A sharded checkpoint is assembled one tensor at a time. --to peft writes "
-        "the adapter of a run for PEFT. Each option below names the formats that have it."
+        "the adapter of a run for PEFT. Each option below names the formats that have it.",
+        width=100,
+    )
+    parser.epilog = "formats:\n" + "\n".join(
+        textwrap.fill(
+            f"{target.summary} Families: {target.families}",
+            100,
+            initial_indent=f"  {name:12}",
+            subsequent_indent=" " * 14,
+        )
+        for name, target in found.items()
     )
     parser.add_argument("source", metavar="SRC", help="a run, a checkpoint, an imported or a Hugging Face folder")
     parser.add_argument("out", metavar="OUT", help="the folder or file to write")
@@ -59,18 +87,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, metavar=name.upper(), help=text)
 
 
-def built_in_targets() -> dict[str, list[TargetOption]]:
-    """Returns name -> options of the built-in targets, read from their source code, because importing needs torch."""
-    found: dict[str, list[TargetOption]] = {}
+def built_in_targets() -> dict[str, Target]:
+    """Returns the built-in targets by name, read from their source code, because importing needs torch."""
+    found = {}
     for path in sorted((Path(__file__).parent.parent / "export").glob("*.py")):
-        for node in ast.parse(path.read_bytes()).body:
+        module = ast.parse(path.read_bytes())
+        for node in module.body:
             if isinstance(node, ast.FunctionDef) and node.name == "export":
                 texts = _described(ast.get_docstring(node) or "")
-                found[path.stem] = [
+                options = [
                     TargetOption(one.arg, ast.unparse(one.annotation) if one.annotation else "", texts.get(one.arg, ""))
                     for one in node.args.kwonlyargs
                 ]
+                summary = (ast.get_docstring(module) or "").partition("\n")[0].removeprefix("Exports ")
+                found[path.stem] = Target(options, summary[:1].upper() + summary[1:], _families(module))
     return found
+
+
+def _families(module: ast.Module) -> str:
+    """Returns the value of the constant FAMILIES of a module; "" without this constant."""
+    for node in module.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAMILIES":
+            return str(ast.literal_eval(node.value))
+    return ""
 
 
 def _described(docstring: str) -> dict[str, str]:
@@ -86,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     from weft.observe.console import Console
 
     options = {}
-    for option in (option for options in built_in_targets().values() for option in options):
+    for option in (option for target in built_in_targets().values() for option in target.options):
         if (value := getattr(args, option.name)) is not None:
             is_text = value is True or "str" in re.split(r"[ |]+", option.annotation)
             options[option.name] = value if is_text else _yaml_value(value)

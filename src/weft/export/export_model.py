@@ -32,12 +32,12 @@ def export_model(
         source: a run directory (whose newest checkpoint is used), a checkpoint, an imported folder, or a Hugging Face
             folder.
         out: path of the output, which must not exist.
-        to: the format: "hf" (a Hugging Face folder), "peft" (the adapter of a run, for PEFT), the name of a plugin's
-            format, or `module:function`.
+        to: the format: "hf" (a Hugging Face folder), "peft" (the adapter of a run, for PEFT), another format of `weft
+            export --help`, the name of a plugin's format, or `module:function`.
         console: prints warnings and progress. Default: no output.
         options: options of the format. For "hf": `dtype`, the dtype of the weights (default: as saved), and
             `max_shard_size`, the maximum size of a file, in bytes or as a text such as "5GB" (the default). For "peft":
-            `base`, the name of the base model to write (default: its path).
+            `base`, the name of the base model to write (default: its path). `weft export --help` lists all options.
 
     Returns:
         The return value of the export function; for "hf" an object with the numbers `tensors`, `files` and `bytes`.
@@ -54,7 +54,8 @@ def export_model(
         )
     if not callable(target):
         raise UserError(
-            f"{to!r} is not an export format; use hf, peft, the name of a plugin's format, or module:function"
+            f"{to!r} is not an export format; use a format of `weft export --help`, the name of a plugin's format, or "
+            "module:function"
         )
     parameters = inspect.signature(target).parameters.items()
     known = {name: one for name, one in parameters if one.kind is one.KEYWORD_ONLY}

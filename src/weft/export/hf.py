@@ -33,6 +33,7 @@ from weft.families.mapping import keep_activation_names
 from weft.models.huggingface_weights import saved_dtype, to_config_json
 from weft.observe.console import Console
 
+FAMILIES = "all that Transformers has, and type: hf; no custom components."
 GENERATION = "generation_config.json"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -98,7 +98,7 @@ def merge_adapter(
     kind, limit, console = parse_dtype(dtype), parse_size(max_shard_size), console or Console(prints=False)
     path, rounding = resolve(source), Rounding()
     if adapter is None:
-        model, changed = _of_run(path, kind, rounding, dequantize)
+        model, changed = merged_run(path, kind, rounding, dequantize)
     else:
         model, changed = _of_peft(path, Path(adapter), kind, rounding)
     if to == "hf":
@@ -114,10 +114,23 @@ def merge_adapter(
     return merged
 
 
-def _of_run(
-    checkpoint: Path, kind: torch.dtype | None, rounding: Rounding, dequantize: bool
+def merged_run(
+    checkpoint: Path, kind: torch.dtype | None, rounding: Rounding, dequantize: bool = False
 ) -> tuple[ExportedModel, str]:
-    """Returns the merged model of an adapter's checkpoint, and the name of one of its changed weights."""
+    """Returns the merged model of an adapter's checkpoint, and the name of one of its changed weights.
+
+    The weights are merged when they are read.
+
+    Args:
+        checkpoint: path of a checkpoint.
+        kind: dtype of the merged weights. Default: the dtypes of the base model.
+        rounding: counts the merged weights when they are read.
+        dequantize: whether an adapter of a quantized base model is merged with the dequantized weights.
+
+    Raises:
+        UserError: the checkpoint has no adapter, its base model has changed, or the base model was quantized and
+            `dequantize` is false.
+    """
     record, section = read_adapter_record(checkpoint), architecture(checkpoint)
     if record is None:
         raise UserError(

@@ -17,6 +17,8 @@ from weft.formatting import counted
 from weft.models.huggingface_weights import to_config_json
 from weft.observe.console import Console
 
+FAMILIES = "adapters of all families that Transformers has, and of type: hf."
+
 
 def export(source: Path, out: Path, console: Console, *, base: str | None = None) -> str:
     """Writes adapter_config.json, adapter_model.safetensors and tokenizer files.

@@ -133,7 +133,7 @@ def _unfused(q, k, v, mask, causal, dropout, how: Scores) -> torch.Tensor:
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if how.sinks is not None:
-        sink = how.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, queries, 1)
+        sink = how.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(scores.shape[0], -1, queries, 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = scores.softmax(-1)[..., :keys].to(v.dtype)
     weights = F.dropout(weights, dropout) if isinstance(dropout, float | int) else dropout(weights)

@@ -215,8 +215,8 @@ class Experts(nn.Module):
         one_hot = None
         if self.gate_bias is not None and self.up_bias is not None:
             # A matrix product instead of indexing, whose gradient would be a sequential sum over rows.
-            expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)
-            one_hot = F.one_hot(expert, len(ends)).to(x.dtype)  # [rows, experts]
+            rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype).unsqueeze(1)
+            one_hot = ((rows < ends) & (rows >= F.pad(ends[:-1], (1, 0)))).to(x.dtype)  # [rows, experts]
             gate, up = gate + one_hot @ self.gate_bias, up + one_hot @ self.up_bias
         if self.limit is None:
             inner = self.activation(gate) * up

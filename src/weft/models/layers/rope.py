@@ -40,7 +40,7 @@ def rotary_cos_sin(
     if scaling is not None and rotary_depends_on_length(scaling):
         lengths = positions.amax(-1) + 1 if lengths is None else lengths
         frequencies, factor = _BY_LENGTH[scaling.rope_type](
-            exponents, theta, scaling, lengths.view(len(lengths), -1, 1)
+            exponents, theta, scaling, lengths.view(lengths.shape[0], -1, 1)
         )
     elif scaling is not None:
         frequencies, factor = _SCALINGS[scaling.rope_type](frequencies, theta, scaling)
