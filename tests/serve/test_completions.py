@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from chat_model import SYSTEM, TURNS
-from server_events import events
+from serving import events
 
 import weft
 

@@ -5,7 +5,7 @@ import json
 import jsonschema
 import pytest
 from chat_model import make_chat_model
-from server_events import events
+from serving import events
 
 TEMPLATE = """\
 {{- bos_token -}}

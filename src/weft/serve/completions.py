@@ -16,7 +16,6 @@ from fastapi import APIRouter, Request, Response
 from weft.data.conversations.messages import convert_messages, join_parts
 from weft.data.sources.values import Unfit
 from weft.data.tokenizers.tokenizer import Prompt
-from weft.generation.engine import Engine
 from weft.generation.settings import Sampling
 from weft.generation.stream import Piece
 from weft.serve.choices import Choice
@@ -80,7 +79,7 @@ def _prepare_completion(
         text[len(prompt.text) :] if isinstance(prompt, Prompt) else ""
         for text, prompt in zip(texts, prompts, strict=True)
     ]
-    return Job(prompts, sampling, _stop_ids(model.engine, body), leads, texts if body.echo else ())
+    return Job(prompts, sampling, _stop_ids(model.engine.stop_ids, body), leads, texts if body.echo else ())
 
 
 def _prepare_chat(services: Services, model: ServedModel, adapter: ServedAdapter | None, body: ChatRequest) -> Job:
@@ -103,7 +102,7 @@ def _prepare_chat(services: Services, model: ServedModel, adapter: ServedAdapter
     if tools is not None and tools.visible:
         sampling = replace(sampling, skip_special_tokens=False)
     _load_token_bytes(model, sampling)
-    stop_ids = _stop_ids(model.engine, body) | asked.stop_ids
+    stop_ids = _stop_ids(model.engine.stop_ids | asked.stop_ids, body)
     return Job([asked.prompt], sampling, stop_ids, [asked.lead], tools=tools)
 
 
@@ -179,8 +178,8 @@ def _usage(job: Job, choices: Sequence[Choice]) -> dict[str, int]:
     return {"prompt_tokens": job.prompt_tokens, "completion_tokens": new, "total_tokens": job.prompt_tokens + new}
 
 
-def _stop_ids(engine: Engine, body: SamplingRequest) -> frozenset[int]:
-    return frozenset() if body.ignore_eos else frozenset(engine.stop_ids)
+def _stop_ids(ids: frozenset[int], body: SamplingRequest) -> frozenset[int]:
+    return frozenset() if body.ignore_eos else ids
 
 
 def _load_token_bytes(model: ServedModel, sampling: Sampling) -> None:
