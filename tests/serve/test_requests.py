@@ -36,7 +36,7 @@ REFUSED = [
     (CHAT, {"messages": MESSAGES, "top_p": 1.5}, 400, "invalid_value", "top_p", "1"),
     (CHAT, {"messages": MESSAGES, "stop": ["a", ""]}, 400, "invalid_value", None, "empty"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"9999": 1}}, 400, "invalid_value", None, "9999"),
-    (CHAT, {"messages": MESSAGES, "logit_bias": {"a": 1}}, 400, "invalid_value", "logit_bias.a.[key]", "pattern"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"a": 1}}, 400, "invalid_value", "logit_bias.a", "pattern"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, 400, "invalid_value", "top_logprobs", "logprobs: true"),
     (CHAT, {"messages": MESSAGES, "stream_options": {"u": 1}}, 400, "unknown_parameter", "stream_options.u", "remove"),
     (CHAT, {"messages": []}, 400, "invalid_value", "messages", "at least 1"),
@@ -60,7 +60,7 @@ REFUSED = [
     (TEXT, b"{", 400, "invalid_json", None, "JSON"),
     (TEXT, b'{"prompt": "\\ud800"}', 400, "invalid_json", None, "UTF-8"),
     (TEXT, b'{"prompt": "a", "temperature": NaN}', 400, "invalid_json", None, "JSON"),
-    (TEXT, b"[" * 5000, 400, "invalid_json", None, "JSON"),
+    (TEXT, b"[" * 3000, 400, "invalid_json", None, "JSON"),
     (TEXT, b"[1]", 400, "invalid_value", None, "object"),
     (TEXT, b"", 400, "missing_body", None, "object"),
     (TEXT, b" " * 4097, 413, "request_too_large", None, "4,096"),
@@ -95,7 +95,7 @@ def test_other_types_than_json_are_refused(ask):
 def test_keys(serve):
     async def test(client):
         async def status(method, path, key=None, scheme="Bearer"):
-            headers = {} if key is None else {"authorization": f"{scheme} {key}"}
+            headers = {} if key is None else {"authorization": f"{scheme} {key}".encode()}
             response = await client.request(
                 method, path, json={"prompt": "a"} if method == "POST" else None, headers=headers
             )
@@ -108,11 +108,11 @@ def test_keys(serve):
         for path in ("/v1/models", "/openapi.json", "/nothing", "/health/", "/page", "/v1/models/tiny"):
             assert await status("GET", path) == 401, path
         for key in ("", "wrong", "on", "one1", "öne", "one two"):
-            assert await status("GET", "/v1/models", key.encode().decode("latin-1")) == 401
+            assert await status("GET", "/v1/models", key) == 401
         assert await status("GET", "/v1/models", "one", "Basic") == 401
         assert await status("POST", TEXT) == 401
         for key in ("one", "zwei ö", "boss"):
-            assert await status("POST", TEXT, key.encode().decode("latin-1")) == 200
+            assert await status("POST", TEXT, key) == 200
 
     serve(test, settings={"api_keys": ("one", "zwei ö"), "admin_keys": ("boss",)})
 

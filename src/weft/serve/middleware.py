@@ -103,7 +103,7 @@ class Guard:
 def has_key(headers: Headers, keys: Collection[str]) -> bool:
     """Returns whether a request has one of the keys. Takes the same time for each wrong key."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    given = given.strip().encode() if scheme.lower() == "bearer" else b""
+    given = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
     matches: Sequence[bool] = [hmac.compare_digest(given, key.encode()) for key in keys]
     return any(matches)
 
