@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_huggingface import SMALL, folder, tensors, theirs, weft_command
 
-from weft.checkpoint.huggingface.folder import read_headers
+from weft.checkpoint.huggingface.headers import read_headers
 
 
 def as_bins(path, *, legacy=False):

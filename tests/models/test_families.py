@@ -185,6 +185,9 @@ def pair(family, shape):
     return build_pair(family, ROWS[family][shape])
 
 
+MAIN = {"num_nextn_predict_layers": 0}  # transformers has none, whatever its configuration says
+
+
 def build_pair(family, keys):
     config = getattr(transformers, f"{family}Config")(**keys, attn_implementation="eager")
     torch.manual_seed(1)
@@ -192,7 +195,7 @@ def build_pair(family, keys):
     with torch.no_grad():
         for tensor in (*theirs.parameters(), *saved_buffers(theirs).values()):
             tensor.copy_(torch.randn_like(tensor) * 0.2)
-    section = ModelSection(**model_keys({**config.to_dict(), "architectures": [type(theirs).__name__]}))
+    section = ModelSection(**model_keys({**config.to_dict(), "architectures": [type(theirs).__name__], **MAIN}))
     ours = build_model(section).eval()
     ours.load_state_dict(convert(section, on_disk(theirs)))
     return theirs, ours

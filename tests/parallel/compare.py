@@ -22,7 +22,8 @@ def read_checkpoint(folder: Path) -> dict[str, np.ndarray]:
     files = [safe_open(folder / name, framework="np") for name in index["files"]]
     tensors = {}
     for name, entry in index["tensors"].items():
-        whole = np.full(entry["shape"], np.nan, entry["dtype"])
+        unread = np.nan if np.issubdtype(entry["dtype"], np.floating) else 0
+        whole = np.full(entry["shape"], unread, entry["dtype"])
         for number, offset, shape in entry["pieces"]:
             place = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
             whole[place] = files[number].get_tensor(name)
@@ -41,7 +42,7 @@ class Run:
         """What was written down of the steps and does not depend on time; 0 where a step has none."""
         lines = list(map(json.loads, (self.path / "metrics.jsonl").read_text().splitlines()))
         names = ("step", "loss", "validation_loss", "expert_load", "dropped", "learned_tokens", "grad_norm", "kept")
-        names += ("margin", "accuracy", "kl", "validation_margin", "validation_accuracy", "validation_kl")
+        names += ("mtp_loss", "margin", "accuracy", "kl", "validation_margin", "validation_accuracy", "validation_kl")
         return {name: np.array([line.get(name, 0.0) for line in lines]) for name in names}
 
     @cached_property
@@ -99,7 +100,8 @@ def not_shared(run: Run, mesh: dict[str, Any]) -> str | None:
     layers: dict[int, set[str]] = {}
     for name, entry in blocks.items():
         for number, *_ in entry["pieces"]:
-            layers.setdefault(number, set()).add(name.split(".")[2])
+            if int(name.split(".")[2]) < 4:  # not a multi-token prediction layer
+                layers.setdefault(number, set()).add(name.split(".")[2])
     if "pp" in mesh and (most := max(map(len, layers.values()))) > 5 - mesh["pp"]:
         return f"a rank has {most} of 4 layers"
     return None

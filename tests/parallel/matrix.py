@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from weft.config.mesh import ParallelSection
+from weft.config.mesh import SPLIT_BACKWARD, ParallelSection
 
 STEPS = 3
 WITHIN = 1e-9
@@ -117,6 +117,7 @@ def _items(objective: str, field: str | None = None, **arguments: Any) -> dict:
 
 _KEPT = {"type": "objective_parts:Kept"}
 _DISTILL = {"type": "distill", "alpha": 0.3, "temperature": 2.0}
+_MTP = {"num_nextn_predict_layers": 2}
 _DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "embedding_dropout": 0.1}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": _way(8, 2),
@@ -137,6 +138,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "sft_tokens": _way(8, 2, masked=True) | {"objective": {"type": "sft", "neftune": 5.0}},
     "sft_sequences": _way(7, 2, masked=True) | {"objective": {"type": "sft", "loss": "sequences", "neftune": 5.0}},
     "z_loss": _way(7, 2, masked=True) | {"objective": {"type": "pretrain", "z_loss": 0.05}},
+    "mtp": _way(7, 2, masked=True, model=_MTP) | {"objective": {"type": "pretrain", "z_loss": 0.05}},
+    "mtp_everything": _way(8, 1, masked=True, grad_clip=0.05, activation_checkpointing="full", model=_MTP | _DROPOUT)
+    | {"objective": {"type": "sft", "loss": "sequences", "neftune": 5.0, "mtp_loss_factor": 0.4}},
     "grpo_lora": _grpo(7, clip_high=0.28) | {"adapter": {"r": 3, "alpha": 6.0}},
     "grpo_kl_lora": _grpo(8, beta=0.2) | {"adapter": {"r": 3, "alpha": 6.0}},
     "dapo_kl": _grpo(7, loss="dapo", beta=0.2, kl="k2"),
@@ -171,6 +175,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "reward": _way(7, 2, model={"num_labels": 1}) | _items("reward", "margin", margin=True, center=0.1),
     "compiled": _way(8, 2, compile=True),
     "compiled_z_loss": _way(8, 2, compile=True) | {"objective": {"type": "pretrain", "z_loss": 0.05}},
+    "compiled_mtp": _way(8, 2, compile=True, model=_MTP),
     "compiled_lora": _way(8, 2, compile=True) | {"adapter": {"r": 3, "alpha": 6.0}},
     "everything": _way(7, 1, masked=True, grad_clip=0.05, activation_checkpointing="full"),
 }
@@ -332,6 +337,9 @@ def matrix() -> list[Case]:
     cases += [Case(model, "compiled", mesh) for model, mesh in COMPILED]
     cases += [Case("dense", "compiled_z_loss", mesh) for mesh in ({"tp": 2}, {"pp": 2})]
     cases += [Case("moe", "compiled_lora", mesh) for mesh in ({"dp_shard": 2}, {"tp": 2})]
+    cases += [Case("dense", "compiled_mtp", mesh) for mesh in ({"tp": 2}, {"pp": 2})]
+    cases += [Case(model, "mtp_everything", mesh) for mesh in ({"cp": 2, "tp": 2}, {"pp": 2}) for model in FAMILIES]
+    cases += [Case("tied", "mtp", mesh) for mesh in SCHEDULES if mesh["pp_schedule"] not in SPLIT_BACKWARD]
     unique = {str(case): case for case in cases if fits(case.model, case.mesh)}
     return list(unique.values())
 
@@ -351,6 +359,8 @@ SAMPLE = [
     Case("moe", "sft_sequences", {"dp_shard": 2, "cp": 2}),
     Case("tied", "sft_sequences", {"pp": 2, "tp": 2}),
     Case("gqa", "z_loss", {"pp": 2, "tp": 2}),
+    Case("dense", "mtp", {"pp": 2, "tp": 2}),
+    Case("moe", "mtp_everything", {"dp_shard": 2, "cp": 2}),
     Case("gqa", "gspo_lora", {"pp": 2, "cp": 2}),
     Case("tied", "frozen", {"pp": 2, "tp": 2}),
     Case("gqa", "frozen", {"dp_shard": 2, "cp": 2}),

@@ -22,6 +22,7 @@ from weft.checkpoint.tensors import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     empty_state,
+    layer_number,
     model_tensors,
     optimizer_parameters,
     raise_mismatch,
@@ -31,6 +32,7 @@ from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
 from weft.files import read_json
+from weft.models.decoder import Decoder
 from weft.parallel import ranks
 
 ADAPTER_ONLY = "this checkpoint contains only an adapter; merge it with its base model first (`weft merge`)"
@@ -162,22 +164,6 @@ def architecture(checkpoint: Path) -> ModelSection | TransformersModelSection | 
         ) from error
 
 
-def start_without_head(section: Any, checkpoint: Path) -> Callable[[str], bool] | None:
-    """Returns `select` for `load` if a model with `num_labels` starts from a model without; else None.
-
-    Then the head `score` keeps its initial values, and the output head of the checkpoint is not loaded.
-
-    Args:
-        section: the `model` section of the run.
-        checkpoint: a path that `resolve` returned.
-    """
-    heads = ("score.weight", "lm_head.weight")
-    labels = [getattr(one, "num_labels", None) for one in (section, architecture(checkpoint))]
-    if labels[0] is None or labels[1] is not None:
-        return None
-    return lambda name: name not in heads
-
-
 def load(
     checkpoint: str | Path,
     *,
@@ -205,7 +191,8 @@ def load(
             class of optimizer.
     """
     checkpoint = Path(checkpoint)
-    folder = ranks.agree(lambda: _huggingface_folder(checkpoint, optimizer, select is None))
+    layers = model.config.num_nextn_predict_layers if isinstance(model, Decoder) else 0
+    folder = ranks.agree(lambda: _huggingface_folder(checkpoint, optimizer, select is None, layers))
     if folder is not None:
         return fill(folder, model, select)
     _verify_on_all_ranks(checkpoint)
@@ -240,12 +227,13 @@ def load(
 
 
 def _huggingface_folder(
-    checkpoint: Path, optimizer: torch.optim.Optimizer | None, everything: bool
+    checkpoint: Path, optimizer: torch.optim.Optimizer | None, everything: bool, layers: int
 ) -> HuggingFaceFolder | None:
     """Opens a Hugging Face folder; returns None for a checkpoint in Weft's format. Raises UserError as `load`.
 
     Args:
         everything: whether all tensors of the model will be loaded, which a checkpoint of an adapter does not have.
+        layers: number of multi-token prediction layers to read, if the folder has as many.
     """
     if not is_huggingface(checkpoint):
         if everything and (checkpoint / files.ADAPTER).is_file():
@@ -253,7 +241,7 @@ def _huggingface_folder(
         return None
     if optimizer is not None:
         raise UserError("a Hugging Face folder has no optimizer state; load the model without an optimizer", checkpoint)
-    return open_folder(checkpoint)
+    return open_folder(checkpoint, prediction_layers=layers)
 
 
 def _match_model(
@@ -285,9 +273,17 @@ def _match_model(
             copies.append((tensor, targets[key]))
         else:
             targets[key] = tensor.detach()  # the same storage; autograd forbids filling it from several threads
-    saved = {name for name in saved if select(name)}
+    saved = {name for name in saved if select(name) and not _is_extra(name, checkpoint, model)}
     raise_mismatch(checkpoint, problems, used, saved, "is in the checkpoint, but not in this model", *_MISMATCH)
     return copies
+
+
+def _is_extra(name: str, checkpoint: Path, model: nn.Module) -> bool:
+    """Whether a saved tensor belongs to a multi-token prediction layer that the model does not have."""
+    if not isinstance(model, Decoder) or (layer := layer_number(name)) < model.config.all_layers:
+        return False
+    saved = architecture(checkpoint)
+    return isinstance(saved, ModelSection) and model.config.num_hidden_layers == saved.num_hidden_layers <= layer
 
 
 def _match_optimizer(

@@ -15,6 +15,7 @@ from torch import nn
 from weft.checkpoint.adapter_record import AdapterRecord, read_adapter_record
 from weft.checkpoint.base_model import load_base, open_base
 from weft.checkpoint.load import architecture, find_checkpoint, load, resolve
+from weft.checkpoint.model_parts import without_prediction_layers
 from weft.checkpoint.tensors import model_tensors
 from weft.checkpoint.weights import SavedTensor, open_weights
 from weft.config.legal_mesh import check_tensor_parallel
@@ -126,7 +127,7 @@ def _build(
         raise UserError(f"dtype: {dtype!r} is not a torch.dtype; use a dtype such as torch.bfloat16")
 
     checkpoint = resolve(path)
-    section, record = architecture(checkpoint), read_adapter_record(checkpoint)
+    section, record = without_prediction_layers(architecture(checkpoint)), read_adapter_record(checkpoint)
     if record is not None and quantize is not None:
         raise UserError("quantize: this is an adapter; merge it first (`weft merge`), or omit quantize", checkpoint)
     tensors = open_base(section, checkpoint if record is None else record.found_base(checkpoint)).tensors
@@ -194,7 +195,7 @@ def _allocate(
 
     tensors = model_tensors(model)
     shapes = {name: tuple(tensor.shape) for name, (tensor, _) in tensors.items()}
-    if quantize is not None and shapes == {name: tuple(tensor.shape) for name, tensor in saved.items()}:
+    if quantize is not None and shapes.items() <= {name: tuple(tensor.shape) for name, tensor in saved.items()}.items():
         quantize_model(model.eval(), quantize)
     if budgets is None:
         check_memory(sum(t.nbytes for t in (*model.parameters(), *model.buffers())), device, checkpoint)
@@ -213,7 +214,7 @@ def _load(checkpoint: Path, model: nn.Module, quantize: str | None = None) -> nn
     model.eval()
     record = read_adapter_record(checkpoint)
     if record is not None:
-        load_base(model, architecture(checkpoint), record.found_base(checkpoint), record)
+        load_base(model, without_prediction_layers(architecture(checkpoint)), record.found_base(checkpoint), record)
         load(checkpoint, model=model, select=is_adapter)
         subtract_initial_product(model, record.section)
     elif quantize is None:

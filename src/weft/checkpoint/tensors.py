@@ -5,6 +5,7 @@ Parameters have the same names as in the model on a single device.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ def plain_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def layer_number(name: str) -> int:
+    """Returns the index of the decoder's layer that has the tensor `name`; -1 if no layer has it."""
+    found = re.match(r"layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
 
 
 def model_tensors(model: nn.Module) -> dict[str, tuple[Tensor, list[str]]]:

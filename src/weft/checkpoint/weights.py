@@ -12,13 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.checkpoint import checkpoint_files as files
-from weft.checkpoint.huggingface.folder import (
-    HuggingFaceFolder,
-    file_warnings,
-    names_in_files,
-    open_folder,
-    read_headers,
-)
+from weft.checkpoint.huggingface.folder import HuggingFaceFolder, names_in_files, open_folder
+from weft.checkpoint.huggingface.headers import file_warnings, read_headers
 from weft.checkpoint.huggingface.pickled import open_tensors
 from weft.checkpoint.load import ADAPTER_ONLY, architecture, resolve
 from weft.checkpoint.tensors import MODEL_PREFIX

@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", metavar="OUT", help="the folder to write")
     parser.add_argument("--dtype", help="dtype of the weights, such as bfloat16 (default: as saved)")
+    mtp = "import multi-token prediction layers (num_nextn_predict_layers), too, to train or export them"
+    parser.add_argument("--mtp", action="store_true", help=mtp)
     parser.add_argument("--allow-pickle", action="store_true", help=ALLOW_PICKLE)
 
 
@@ -33,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from weft.observe.console import Console
 
     console = Console()
-    written = import_model(args.source, args.out, dtype=args.dtype, allow_pickle=args.allow_pickle, console=console)
+    options = {"dtype": args.dtype, "allow_pickle": args.allow_pickle, "mtp": args.mtp}
+    written = import_model(args.source, args.out, console=console, **options)
     console.result(f"{args.out}: {written}")
     return 0

@@ -121,7 +121,7 @@ def facts(name: str, sequence_length: int | None) -> dict[str, Any]:
         "family": section.family,
         "parameters": size.parameters,
         "matmul_parameters": size.matmul,
-        "flops_per_token": flops_per_token(size.matmul, section.num_hidden_layers, section.attention_width, length),
+        "flops_per_token": flops_per_token(size.matmul, section.all_layers, section.attention_width, length),
         "sequence_length": length,
         "vocab_size": section.vocab_size,
         "max_position_embeddings": section.max_position_embeddings,

@@ -33,6 +33,9 @@ def check_adapter_section(draft: Draft) -> None:
     for key, why in others.items():
         if draft.get(key):
             draft.report(key.removesuffix(".type"), f"{why}; remove this key, or the section adapter", "adapter")
+    if draft.get("model.num_nextn_predict_layers"):
+        what = "an adapter does not train multi-token prediction layers; set 0"
+        draft.report("model.num_nextn_predict_layers", what, "adapter")
     if draft.get("adapter.init") == "pissa":
         for key in ("quantize", "dora"):
             if draft.get(f"adapter.{key}"):

@@ -124,7 +124,7 @@ def _labels(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def folder_model_keys(path: str | Path) -> dict[str, Any]:
-    """Returns the keys of `ModelSection` for the config.json of a folder.
+    """Returns the keys of `ModelSection` for the config.json of a folder, without multi-token prediction layers.
 
     Raises:
         UserError: the file cannot be read, the architecture is unknown, or a value is not supported. The message names
@@ -132,6 +132,6 @@ def folder_model_keys(path: str | Path) -> dict[str, Any]:
     """
     config = read_config(path)
     try:
-        return model_keys(config)
+        return {key: value for key, value in model_keys(config).items() if key != "num_nextn_predict_layers"}
     except UserError as error:
         raise UserError(error.what, error.where or Path(path) / CONFIG) from None

@@ -161,6 +161,13 @@ def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
         yield Reason("parallel.stage_layers", f"{what}; set numbers with this sum")
     if section.tp == 1 and section.async_tp:
         yield Reason("parallel.async_tp", "there is no tensor parallelism (parallel.tp is 1); remove the key")
+    if section.pp != 1 and section.pp_schedule in SPLIT_BACKWARD and needs.ahead:
+        what = f"{section.pp_schedule} splits each backward in two, which PyTorch cannot do with the shared head and"
+        remedy = "set parallel.pp_schedule: interleaved_1f1b"
+        yield Reason(
+            "parallel.pp_schedule",
+            f"{what} embedding of multi-token prediction (model.num_nextn_predict_layers); {remedy}",
+        )
     if section.pp != 1 and section.pp_schedule in SPLIT_BACKWARD and needs.compiles:
         what = (
             f"{section.pp_schedule} splits each backward in two, which compiled code does not support; set it to false"

@@ -50,6 +50,7 @@ class Needs:
         self.type = get("model.type")
         self.layers: int | None = None
         self.experts: int | None = None
+        self.ahead = 0  # multi-token prediction layers
         self.heads: tuple[int, int] | None = None  # query heads, and key/value heads
         self.split: list[tuple[int, str, str]] = []  # dimensions that `tp` splits: size, description, remedy
         self.shared = False  # whether several tensor parallel ranks can have the same key/value head
@@ -63,6 +64,7 @@ class Needs:
         model = known_model(get)
         moe, heads, groups = model.moe, model.num_attention_heads, model.num_key_value_heads
         self.layers, self.experts = model.num_hidden_layers, moe and moe.num_experts
+        self.ahead = model.num_nextn_predict_layers or 0
         if heads is not None:
             self.heads = heads, groups or heads
             self.split.append((heads, f"{heads} attention heads (model.num_attention_heads)", ""))

@@ -57,6 +57,12 @@ class ModelSection(Section):
     """Width of the residual stream."""
     num_hidden_layers: int = Field(ge=1)
     """Number of layers, each with attention and an MLP."""
+    num_nextn_predict_layers: int = Field(0, ge=0)
+    """Number D of multi-token prediction layers (DeepSeek-V3; DeepSeek-AI, 2024, section 2.2) after the model's layers.
+    Layer k predicts the token k + 1 positions ahead, with a block like that of the last layer, and with the embedding
+    and the output head of the model. `objective: {type: pretrain}` and `sft` train the layers; generation does not use
+    them. If the model in `from` has fewer, the others are new; a Hugging Face folder's are read if this key is set.
+    """
     num_attention_heads: int = Field(ge=1)
     """Number of query heads per layer."""
     num_key_value_heads: int | None = Field(None, ge=1)
@@ -194,6 +200,7 @@ class ModelSection(Section):
         """Whether a layer, counted from 0, has the sliding window."""
         if self.sliding_window is None:
             return False
+        layer = self._kind(layer)
         if self.layer_types is not None:
             return self.layer_types[layer] == "sliding_attention"
         return self.sliding_window_pattern is None or (layer + 1) % self.sliding_window_pattern != 0
@@ -202,13 +209,23 @@ class ModelSection(Section):
         """Whether a layer, counted from 0, has a rotary embedding."""
         if self.position in ("learned", "alibi", "none"):
             return False
+        layer = self._kind(layer)
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])
         return self.no_rope_layer_interval is None or (layer + 1) % self.no_rope_layer_interval != 0
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts in place of an MLP."""
-        return self.moe is not None and self.moe.has_experts(layer)
+        return self.moe is not None and self.moe.has_experts(self._kind(layer))
+
+    def _kind(self, layer: int) -> int:
+        """Returns `layer`, or the model's last layer for a multi-token prediction layer, which has the same kind."""
+        return min(layer, self.num_hidden_layers - 1)
+
+    @property
+    def all_layers(self) -> int:
+        """Number of layers, with multi-token prediction layers."""
+        return self.num_hidden_layers + self.num_nextn_predict_layers
 
     @property
     def qk_head_dim(self) -> int:
@@ -263,7 +280,9 @@ class ModelSection(Section):
             into = 2 if self.mlp == "gated" else 1
             held = used = hidden * inner * (into + 1)
             more = inner * into + hidden if self.mlp_bias else 0
-        return ModelSize(attention + vectors + norms + held + more, attention + used)
+        matrices = 2 * hidden * hidden if layer >= self.num_hidden_layers else 0  # projects to the layer's input
+        norms += 3 * self._norm if matrices else 0
+        return ModelSize(attention + vectors + norms + held + more + matrices, attention + used + matrices)
 
     @property
     def _norm(self) -> int:
@@ -278,13 +297,14 @@ class ModelSection(Section):
         vocabulary = self.vocab_size or vocab_size
         if vocabulary is None:
             raise ValueError("vocab_size is not set")
-        layers = [self.layer_size(layer) for layer in range(self.num_hidden_layers)]
+        layers = [self.layer_size(layer) for layer in range(self.all_layers)]
         embedding = vocabulary * self.hidden_size
         head = embedding if self.num_labels is None else self.num_labels * self.hidden_size
         others = embedding + (0 if self.tie_word_embeddings else head) + self._norm
         if self.position == "learned":
             others += self.max_position_embeddings * self.hidden_size
-        return ModelSize(sum(one.parameters for one in layers) + others, sum(one.matmul for one in layers) + head)
+        heads = head * (1 + self.num_nextn_predict_layers)  # a shared matrix
+        return ModelSize(sum(one.parameters for one in layers) + others, sum(one.matmul for one in layers) + heads)
 
     def resolved(self) -> dict[str, Any]:
         """Returns the values of all keys, including derived values such as `head_dim`.

@@ -50,6 +50,9 @@ def model_mistakes(model: ModelSection) -> Iterator[ModelMistake]:
         hint = f"{near} (`weft models` lists them all)" if near else f"; choose one of {', '.join(families())}"
         yield ModelMistake("family", f"unknown family {model.family!r}{hint}{unknown_kind_hint(str(model.family))}")
     yield from _heads(model)
+    if model.num_labels and model.num_nextn_predict_layers:
+        what = "a reward model has no head for multi-token prediction layers; set 0, or remove model.num_labels"
+        yield ModelMistake("num_nextn_predict_layers", what, ("num_labels",))
     yield from _layers(model)
     yield from _rotary(model)
     if model.moe is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from weft.config.components import misspelled_methods
 from weft.config.mesh import MeshShape
+from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.headers import read_store_header
 
@@ -31,7 +32,7 @@ def warnings(config: RunConfig, mesh: MeshShape, *, open_data: bool = True, give
         given: whether the batches are passed to `Trainer.step`.
         open_data: whether the headers of token stores are read and checked too.
     """
-    found = [*_held_out(config), *_parallel(config, mesh), *_device(config), *_hooks(config)]
+    found = [*_held_out(config), *_parallel(config, mesh), *_device(config), *_hooks(config), *_untrained(config)]
     if given and (unused := [key for key in _BATCHES if _is_set(config, key)]):
         found.append(f"{', '.join(unused)}: no effect, because the batches are passed to Trainer.step")
     return found + ([*_unknown_tokenizers(config), *_split_conversations(config)] if open_data else [])
@@ -44,6 +45,14 @@ def _hooks(config: RunConfig) -> Iterator[str]:
         for number, section in enumerate(sections):
             for given, hook in misspelled_methods(section.type, kind):
                 yield f"{key}[{number}] ({section.type}): Weft does not call the method {given}; did you mean {hook}?"
+
+
+def _untrained(config: RunConfig) -> Iterator[str]:
+    """Yields a warning if the objective does not train the model's multi-token prediction layers."""
+    kind, model = config.objective.type, config.model
+    trained = kind in ("pretrain", "sft") and config.objective.arguments.get("mtp_loss_factor") != 0
+    if isinstance(model, ModelSection) and model.num_nextn_predict_layers and not trained and ":" not in kind:
+        yield f"model.num_nextn_predict_layers: objective {kind} does not train these layers as set; set 0"
 
 
 def _is_set(config: RunConfig, key: str) -> bool:

@@ -22,12 +22,14 @@ from weft.checkpoint.huggingface.folder import names_in_files
 from weft.checkpoint.huggingface.import_model import WrittenModel, parse_dtype
 from weft.checkpoint.huggingface.transformers_files import transformers_config_files, transformers_entries
 from weft.checkpoint.load import architecture, tokenizer_folder
+from weft.checkpoint.model_parts import without_prediction_layers
 from weft.checkpoint.shard_files import SHARD_BYTES, new_huggingface_folder, split_into_shards
 from weft.checkpoint.tensor_file import Entry, main_dtype
 from weft.checkpoint.weights import Weights, open_weights, to_huggingface
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
+from weft.families import families
 from weft.families.config_json import CONFIG
 from weft.families.mapping import keep_activation_names
 from weft.models.huggingface_weights import saved_dtype, to_config_json
@@ -89,7 +91,8 @@ def write_huggingface(
         kind: dtype of the weights. Default: as saved.
         limit: maximum number of bytes of a file.
     """
-    section, weights, tokenizer, source = model.section, model.weights, model.tokenizer, model.weights.path
+    weights, tokenizer, source = model.weights, model.tokenizer, model.weights.path
+    section, dropped = _exported_section(model.section)
     if isinstance(section, TransformersModelSection):
         kinds = {name: saved_dtype(name, kind, saved.dtype) for name, saved in weights.tensors.items()}
         if weights.huggingface:
@@ -115,7 +118,7 @@ def write_huggingface(
         )
     if generation := with_stop_token(config_files.get(GENERATION, {}), tokenizer):
         config_files[GENERATION] = generation
-    warnings = [*weights.warnings, *tokenizer_warnings(tokenizer, section, config_files[CONFIG])]
+    warnings = [*weights.warnings, *dropped, *tokenizer_warnings(tokenizer, section, config_files[CONFIG])]
     warnings = [f"{source}: {warning}" for warning in warnings]
     shards = split_into_shards(entries, limit)
     with new_huggingface_folder(out, shards, task, console, warnings) as folder:
@@ -124,6 +127,17 @@ def write_huggingface(
         if tokenizer is not None:
             copy_tokenizer_files(tokenizer, folder)
     return WrittenModel(section, len(entries), len(shards), sum(entry.bytes for entry in entries))
+
+
+def _exported_section(section: Any) -> tuple[Any, list[str]]:
+    """Returns a `model` section without multi-token prediction layers if the family has none, and a warning if so."""
+    if not isinstance(section, ModelSection) or not section.num_nextn_predict_layers:
+        return section, []
+    family = families().get(section.family)
+    if family is None or "num_nextn_predict_layers" in family.KEYS:
+        return section, []
+    what = f"Hugging Face's {family.ARCHITECTURES[0]} has no multi-token prediction layers"
+    return without_prediction_layers(section), [f"model.num_nextn_predict_layers: {what}; they are not exported"]
 
 
 def _config_files(

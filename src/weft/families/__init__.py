@@ -33,6 +33,8 @@ class Family(Protocol):
         KEYS: keys of `model:` -> keys of config.json (made with `weft.families.mapping.same`).
         WEIGHTS: the names and layouts of parameters in Hugging Face's files.
         PRESETS: name of a preset -> keys of `model:`, for published sizes; optional.
+        PREDICTION_COPIES: name of a parameter -> name, with the layer `{n}`, of its copy in each multi-token prediction
+            layer of Hugging Face's files; optional, for families with such layers.
         CLASSIFIER: Transformers' class `...ForSequenceClassification` of the family, None if there is none; optional,
             default: named like the first class of `ARCHITECTURES`.
     """

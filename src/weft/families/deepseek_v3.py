@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from weft.families import deepseek_v2, llama
-from weft.families.mapping import read, refuse, same, size
+from weft.families.mapping import Weight, read, refuse, same, size
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 MODEL_TYPE = "deepseek_v3"
 LATENT = (*deepseek_v2.LATENT, "rope_interleave")
 KEYS = (
-    same("hidden_act", "attention_bias")
+    same("hidden_act", "attention_bias", "num_nextn_predict_layers")
     | {f"mla.{key}": key for key in LATENT}
     | deepseek_v2.EXPERTS
     | {"moe.norm_topk_prob": "norm_topk_prob"}
@@ -21,9 +21,17 @@ DEFAULTS = llama.DEFAULTS | {
     "v_head_dim": 128, "rope_interleave": True, "n_routed_experts": 256, "num_experts_per_tok": 8,
     "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
     "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "max_position_embeddings": 4096,
+    "num_nextn_predict_layers": 0,
 }  # fmt: skip
 _NULL_IS_FALSE = ("norm_topk_prob", "rope_interleave")
-WEIGHTS = deepseek_v2.WEIGHTS
+_NAMES = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "head_norm": "shared_head.norm"}
+WEIGHTS = deepseek_v2.WEIGHTS + tuple(
+    Weight(f"layers.{{n}}.{name}", f"model.layers.{{n}}.{hf_name}") for name, hf_name in _NAMES.items()
+)
+PREDICTION_COPIES = {
+    "embed_tokens.weight": "model.layers.{n}.embed_tokens.weight",
+    "lm_head.weight": "model.layers.{n}.shared_head.head.weight",
+}
 
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
@@ -36,8 +44,7 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
-    # Multi-token prediction layers are not supported.
-    more = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+    more = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     return deepseek_v2.write_latent(keys, KEYS) | more
 
 

@@ -127,7 +127,7 @@ class PagedCache:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """Implements `weft.models.decoder.Cache.attend`."""
+        """Implements `weft.models.layers.block.Cache.attend`."""
         pools = self.pools(layer, k, v)
         for pool, new in zip(pools, (k, v), strict=True):
             new = new[0].transpose(0, 1)[: len(self._slots)]

@@ -20,8 +20,9 @@ from weft.generation.cache import PagedCache
 from weft.kernels.attention import alibi_slopes
 from weft.kernels.decode_step import ACTIVATIONS, DTYPES, MAX_ROWS, NORMS, Matrix, Model, Norm, Step, Vector, library
 from weft.kernels.decode_step import Layer as LayerStruct
-from weft.models.decoder import Block, Decoder
+from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attention, CoreAttention
+from weft.models.layers.block import Block
 from weft.models.layers.dropout import Dropout
 from weft.models.layers.mlp import MLP
 from weft.models.layers.norm import LayerNorm, RMSNorm, RMSNorm1p
@@ -270,7 +271,7 @@ def _describe(model: Any, struct: Model, layers: Any, kept: list[torch.Tensor]) 
             list, so that the tensors are not freed.
     """
     config = model.config
-    blocks: Any = model.layers
+    blocks: Any = model.layers[: config.num_hidden_layers]
     for i, block in enumerate(blocks):
         layer, attention, mlp = layers[i], block.attention, block.mlp
         for name in ("q", "k", "v", "o"):
@@ -286,7 +287,7 @@ def _describe(model: Any, struct: Model, layers: Any, kept: list[torch.Tensor]) 
         local = config.slides(i) and config.rope_local_base_freq is not None
         layer.rotary = -1 if not config.rotates(i) else int(local)
     first = blocks[0].attention.q_proj
-    struct.layers, struct.hidden, struct.inner = len(model.layers), config.hidden_size, config.inner_width
+    struct.layers, struct.hidden, struct.inner = len(blocks), config.hidden_size, config.inner_width
     struct.heads, struct.kv_heads, struct.head_dim = config.num_attention_heads, config.kv_heads, config.qk_head_dim
     struct.rotary_dim = config.rotary_dim
     struct.cache_dtype = DTYPES[_SIZES[first.weight.dtype]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,102 +16,11 @@ from weft.kernels.attention import alibi_slopes
 from weft.kernels.cross_entropy import cap, token_logprobs
 from weft.kernels.map_logits import LogitsFunction, map_logits
 from weft.kernels.masks import attention_mask
-from weft.models.layers.attention import Attention, Rotary
+from weft.models.layers.block import Block, Cache, PredictionLayer
 from weft.models.layers.custom import custom_component
 from weft.models.layers.dropout import Dropout
-from weft.models.layers.latent import LatentAttention
-from weft.models.layers.lora import weight_dtype
-from weft.models.layers.mlp import MLP
-from weft.models.layers.moe import MixtureOfExperts
 from weft.models.layers.norm import make_norm
 from weft.models.layers.position import rotary_embeddings
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    from weft.kernels.flash import FlashMask
-
-
-class Cache(Protocol):
-    """The interface of a key/value cache (`weft.generation.cache`)."""
-
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
-    ) -> torch.Tensor:
-        """Appends keys and values to a layer's cache, and computes the attention of each query to its sequence's keys.
-
-        Args:
-            layer: index of the layer.
-            q: `[1, heads, tokens, head_dim]`. The tokens of all sequences are concatenated.
-            k: `[1, kv_heads, tokens, head_dim]`.
-            v: `[1, kv_heads, tokens, v_head_dim]`; with latent attention, `k` is the latent and `v` the rotary key.
-            attention: computes the attention of a group of sequences from queries `[sequences, heads, seq, head_dim]`,
-                keys, values, and a bool mask `[sequences, 1, seq, keys]` or None (causal).
-
-        Returns:
-            `[1, heads, tokens, v_head_dim]`.
-        """
-        ...
-
-
-class Block(nn.Module):
-    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
-
-    With `norm_placement: post`, the norms are after attention and MLP; with `both`, norms are before and after.
-    """
-
-    def __init__(self, config: ModelSection, layer: int):
-        super().__init__()
-        before, after = config.norm_placement != "post", config.norm_placement != "pre"
-        self.attention_norm = make_norm(config) if before else None
-        self.attention = Attention(config, layer) if config.mla is None else LatentAttention(config, layer)
-        self.attention_post_norm = make_norm(config) if after else None
-        self.mlp_norm = make_norm(config) if before else None
-        self.has_experts = config.has_experts(layer)
-        self.mlp = MixtureOfExperts(config) if self.has_experts else MLP(config)
-        self.mlp_post_norm = make_norm(config) if after else None
-        self.parallel, self.multiplier = config.use_parallel_residual, config.residual_multiplier
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        rotary: Rotary | None = None,
-        mask: torch.Tensor | BlockMask | FlashMask | None = None,
-        cache: Cache | None = None,
-        loss_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Runs the block: `[batch, seq, hidden]` -> `[batch, seq, hidden]`.
-
-        Args:
-            x: the residual stream.
-            rotary: function that applies the rotary embedding to queries and keys; None: no rotary embedding.
-            mask: bool `[batch or 1, 1, seq, keys]`, true where a query sees a key, or a mask that `attention_mask`
-                makes; None: causal.
-            cache: earlier keys and values; the block appends its new keys and values.
-            loss_weights: `[batch]`, each sequence's weight in the step's loss (`Decoder.forward`).
-        """
-        inner = self.cast(x if self.attention_norm is None else self.attention_norm(x))
-        attended = self.residual_branch(self.attention(inner, rotary, mask, cache), self.attention_post_norm)
-        middle = x if self.parallel else x + attended
-        inner = self.cast(middle if self.mlp_norm is None else self.mlp_norm(middle))
-        inner = self.mlp(inner, loss_weights) if self.has_experts else self.mlp(inner)
-        out = middle + self.residual_branch(inner, self.mlp_post_norm)
-        return out + attended if self.parallel else out
-
-    def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """Casts to the weights' dtype, because the residual stream can have a wider dtype."""
-        return x.to(weight_dtype(self.attention.o_proj))
-
-    def residual_branch(self, out: torch.Tensor, post_norm: nn.Module | None) -> torch.Tensor:
-        """Applies the post-norm and the residual multiplier to `out`, the output of attention or of the MLP."""
-        if post_norm is not None:
-            out = post_norm(out)
-        return out if self.multiplier == 1.0 else out * self.multiplier
 
 
 class Decoder(nn.Module):
@@ -133,7 +42,8 @@ class Decoder(nn.Module):
         self.embed_positions = nn.Embedding(config.max_position_embeddings, hidden_size) if learned else None
         self.position = custom_component(config.position, "position", config) if ":" in config.position else None
         self.embedding_dropout = Dropout(config.embedding_dropout)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        kinds = [Block] * config.num_hidden_layers + [PredictionLayer] * config.num_nextn_predict_layers
+        self.layers = nn.ModuleList(kind(config, layer) for layer, kind in enumerate(kinds))
         self.norm = make_norm(config)
         slides = any(config.slides(layer) for layer in range(config.num_hidden_layers))
         self.window = config.sliding_window if slides else None
@@ -165,6 +75,8 @@ class Decoder(nn.Module):
         lengths: torch.Tensor | None = None,
         logits_function: LogitsFunction | None = None,
         temperature: float = 1.0,
+        next_tokens: torch.Tensor | None = None,
+        next_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs the model.
 
@@ -186,14 +98,26 @@ class Decoder(nn.Module):
             logits_function: function of chunks of logits, as in `weft.kernels.map_logits`. If given, its values are
                 returned, `[batch, seq]` or `[batch, seq, values]`.
             temperature: divides the logits, after their soft-cap.
+            next_tokens: for each multi-token prediction layer k, counted from 1, the k-th token after each token,
+                `[batch, seq, layers]`. If given, the layers run; requires `labels` and `next_labels`.
+            next_labels: the label of each of `next_tokens`, `[batch, seq, layers]`.
 
         Returns:
             Logits `[batch, seq, vocab]`; with `labels`, the labels' log-probabilities `[batch, seq]`, in nats, computed
-            without materializing all logits. With `num_labels: 1` in the configuration, scores `[batch, seq]`. All are
-            at least float32. In a pipeline stage without the head, the residual stream `[batch, seq, hidden]`.
+            without materializing all logits. With `next_labels`, log-probabilities of `labels` and of `next_labels`,
+            `[batch, seq, 1 + layers]`, or `[batch, seq, 2 + layers]` if `labels` have normalizers, too
+            (`weft.models.forward.return_normalizers`). With `num_labels: 1` in the configuration, scores
+            `[batch, seq]`. All are at least float32. In a pipeline stage without the head, the residual stream
+            `[batch, seq, hidden]`.
         """
-        x = self.residual_stream(tokens, positions, segments, cache, loss_weights, lengths)
-        return self.outputs(x, labels, logits_to_keep, logits_function, temperature) if self.ends else x
+        x, arguments = self._layer_inputs(tokens, positions, segments, cache, loss_weights, lengths)
+        x = self._run_layers(x, arguments)
+        if not self.ends:
+            return x
+        out = self.outputs(x, labels, logits_to_keep, logits_function, temperature)
+        if next_tokens is None or next_labels is None:
+            return out
+        return self._with_predictions(out, x, arguments, next_tokens, next_labels)
 
     def residual_stream(
         self,
@@ -208,6 +132,18 @@ class Decoder(nn.Module):
 
         The arguments are as in `forward`.
         """
+        return self._run_layers(*self._layer_inputs(tokens, positions, segments, cache, loss_weights, lengths))
+
+    def _layer_inputs(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None,
+        segments: torch.Tensor | None,
+        cache: Cache | None,
+        loss_weights: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, list[tuple]]:
+        """Returns the residual stream before the first layer, and the other arguments of each layer."""
         config, seq = self.config, tokens.shape[1]
         if positions is None:
             positions = torch.arange(seq, device=tokens.device).unsqueeze(0)
@@ -217,18 +153,50 @@ class Decoder(nn.Module):
         masks = (None, None)  # a cache makes its own masks
         if cache is None:
             masks = self.masks(tokens if self.begins else positions, positions, segments, dtype)
-        for index, layer in enumerate(self.layers):
-            if layer is not None:
-                slides = config.slides(index)
-                x = layer(x, rotary[slides] if config.rotates(index) else None, masks[slides], cache, loss_weights)
+        kinds = [(config.slides(layer), config.rotates(layer)) for layer in range(config.all_layers)]
+        return x, [(rotary[s] if rotates else None, masks[s], cache, loss_weights) for s, rotates in kinds]
+
+    def _run_layers(self, x: torch.Tensor, arguments: list[tuple]) -> torch.Tensor:
+        """Runs the layers, without multi-token prediction layers."""
+        for number, layer in enumerate(self.layers):
+            if layer is not None and number < self.config.num_hidden_layers:
+                x = layer(x, *arguments[number])
         return x
+
+    def _with_predictions(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        arguments: list[tuple],
+        next_tokens: torch.Tensor,
+        next_labels: torch.Tensor,
+    ) -> torch.Tensor:
+        """Runs the multi-token prediction layers, and appends the log-probabilities of `next_labels` to `out`.
+
+        Args:
+            out: outputs of the model, `[batch, seq]` or `[batch, seq, values]`.
+            x: the residual stream before the final norm, `[batch, seq, hidden]`.
+            arguments: what `_layer_inputs` returned.
+        """
+        hidden, columns = self.norm(x), [out.unsqueeze(-1) if out.dim() == 2 else out]
+        for ahead in range(next_tokens.shape[-1]):
+            number = self.config.num_hidden_layers + ahead
+            embedded = self.embed_ids(next_tokens[..., ahead])
+            hidden = self.layers[number](hidden, *arguments[number], embedded=embedded)
+            found = self._head(hidden, next_labels[..., ahead])
+            columns.append((found if found.dim() == 2 else found[..., 0]).unsqueeze(-1))  # without normalizers
+        return torch.cat(columns, -1)
+
+    def embed_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeds token ids `[batch, seq]` to `[batch, seq, hidden]`, without positions."""
+        x, multiplier = self.embed_tokens(tokens), self.config.embedding_multiplier
+        if multiplier == 1.0:
+            return x
+        return x * torch.tensor(multiplier, dtype=x.dtype)  # rounded to the embedding's dtype first, as in Gemma
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embeds token ids and positions, both `[batch, seq]`, to `[batch, seq, hidden]`."""
-        config = self.config
-        x = self.embed_tokens(tokens)
-        if config.embedding_multiplier != 1.0:  # rounded to the embedding's dtype first, as in Gemma
-            x = x * torch.tensor(config.embedding_multiplier, dtype=x.dtype)
+        x = self.embed_ids(tokens)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         if (embed := getattr(self.position, "embed", None)) is not None:
@@ -247,12 +215,23 @@ class Decoder(nn.Module):
 
         The other arguments and the result are as in `forward`.
         """
-        config = self.config
         if self.score is not None:
             scores = self.score(self.norm(x).to(self.score.weight.dtype)).squeeze(-1)
             return scores.to(torch.promote_types(scores.dtype, torch.float32))
-        head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        x = self.norm(x if logits_to_keep is None else self.select(x, logits_to_keep)).to(head.dtype)
+        x = self.norm(x if logits_to_keep is None else self.select(x, logits_to_keep))
+        return self._head(x, labels, logits_to_keep, logits_function, temperature)
+
+    def _head(
+        self,
+        x: torch.Tensor,
+        labels: torch.Tensor | None,
+        logits_to_keep: torch.Tensor | None = None,
+        logits_function: LogitsFunction | None = None,
+        temperature: float = 1.0,
+    ) -> torch.Tensor:
+        """Applies the output head to normalized hidden states `[batch, seq, hidden]`. As `outputs`."""
+        config, head = self.config, self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        x = x.to(head.dtype)
         softcap, divisor = config.logit_softcap, config.logits_scaling * temperature
         if divisor != 1.0:
             x = x / divisor

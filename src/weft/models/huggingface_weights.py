@@ -142,7 +142,8 @@ def tensor_mapping(section: ModelSection) -> Iterator[tuple[str, str, Transform 
 
     If a Hugging Face file concatenates several of Weft's tensors, their entries are consecutive, in the order of
     concatenation. If a file stores one tensor per expert, the entries of these tensors are consecutive, in the order of
-    the experts. A tied head has no entry.
+    the experts. A tied head has no entry. The copies of embedding and head that some families' files have for each
+    multi-token prediction layer come last.
 
     Raises:
         UserError: the family's table has no entry for a tensor, or the model has a custom component.
@@ -172,6 +173,11 @@ def tensor_mapping(section: ModelSection) -> Iterator[tuple[str, str, Transform 
             entries.append(((*place, expert), (name, hf_name.replace("{e}", str(expert)), of_expert)))
     for _, entry in sorted(entries, key=lambda entry: entry[0]):
         yield entry
+    names = {name for _, (name, *_) in entries}
+    for layer in range(section.num_hidden_layers, section.all_layers):
+        for name, copy in getattr(families()[section.family], "PREDICTION_COPIES", {}).items():
+            if name in names:
+                yield name, copy.replace("{n}", str(layer)), None
 
 
 def saved_tensors(model: Decoder) -> dict[str, torch.Tensor]:

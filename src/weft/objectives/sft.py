@@ -23,6 +23,7 @@ class SFT(Pretrain):
             0: no noise. The noise of each value is uniform in [-a, a] with a = alpha / sqrt(n d), for n tokens in the
             document and the hidden size d. It is off in validation and in generation.
         z_loss: as in `objective: {type: pretrain}`.
+        mtp_loss_factor: as in `objective: {type: pretrain}`.
     """
 
     def __init__(
@@ -31,7 +32,8 @@ class SFT(Pretrain):
         loss: Literal["tokens", "sequences"] = "tokens",
         neftune: Annotated[float, Ge(0)] = 0.0,
         z_loss: Annotated[float, Ge(0)] = 0.0,
+        mtp_loss_factor: Annotated[float, Ge(0)] = 0.1,
     ):
-        super().__init__(z_loss=z_loss)
+        super().__init__(z_loss=z_loss, mtp_loss_factor=mtp_loss_factor)
         self.weigh_documents = loss == "sequences"
         self.embedding_noise = neftune

@@ -19,8 +19,9 @@ from weft.config.model import ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.models.adapter import is_adapter
 from weft.models.build import build_model
-from weft.models.decoder import Block, Decoder
+from weft.models.decoder import Decoder
 from weft.models.initialize import initial_value, initialize_buffers
+from weft.models.layers.block import Block
 from weft.models.layers.moe import Experts
 from weft.models.parameter_patterns import last_match
 from weft.models.transformers_model import TransformersModel, build_transformers_model, materialize

@@ -56,10 +56,14 @@ class EmbeddingNoise:
         self.batch, self.seed = batch, seed
 
     def _add(self, embedding: nn.Module, arguments: tuple, output: torch.Tensor) -> torch.Tensor | None:
-        """Forward hook of the embedding: adds noise to its output, `[batch, this rank's tokens, hidden]`."""
-        if self.batch is None or not embedding.training:
+        """Forward hook of the embedding: adds noise to its output, `[batch, this rank's tokens, hidden]`.
+
+        Only the first look-up of a forward pass has noise, not those of multi-token prediction layers.
+        """
+        batch, self.batch = self.batch, None
+        if batch is None or not embedding.training:
             return None
-        return output + self._draw(self.batch, output).to(output.dtype)
+        return output + self._draw(batch, output).to(output.dtype)
 
     def _draw(self, batch: Batch, output: torch.Tensor) -> torch.Tensor:
         """Returns the noise of this rank's tokens. Has the shape of `output`, and at least float32."""

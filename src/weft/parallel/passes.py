@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.config.mesh import ParallelSection
 from weft.data.batches.batch import Batch
+from weft.models.decoder import Decoder
 from weft.models.forward import forward_of
 from weft.models.layers.moe import Router
 from weft.observe.status import alive
@@ -64,6 +65,9 @@ class Passes:
         self.frozen = frozen or {}
         self.model, self.objective, self.world, self.parallel = model, objective, world, parallel
         self.normalizers = bool(getattr(objective, "normalizers", False))
+        # Number of multi-token prediction layers that the objective trains.
+        ahead = model.config.num_nextn_predict_layers if isinstance(model, Decoder) else 0
+        self.following = ahead if getattr(objective, "mtp_loss_factor", 0.0) else 0
         self.forward = forward_of(model, normalizers=self.normalizers)
         state = state_of(model)
         self.sequence_shard = None if state is None else state.sequence_shard
@@ -241,6 +245,8 @@ class Passes:
     def shard(self, batch: Batch, prepared: dict[str, torch.Tensor]) -> tuple[Batch, Batch]:
         """Returns (batch on this rank's device, this rank's shard of the batch, with `prepared` added to `extra`)."""
         batch = batch.to(self.world.device)
+        if self.following:
+            batch = batch.with_following(self.following)
         shard = batch if self.sequence_shard is None else self.sequence_shard.shard(batch)
         return batch, replace(shard, extra={**shard.extra, **prepared}) if prepared else shard
 

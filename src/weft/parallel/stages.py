@@ -12,17 +12,19 @@ def stage_ranges(section: ModelSection, parallel: ParallelSection, sequence: int
     """Returns the range of layers of each stage.
 
     `parallel.stage_layers` sets the number of layers of each stage. If it is None, the layers are divided so that
-    stages have similar costs of matrix products, including the head in the last stage. Embedding look-ups have no cost.
+    stages have similar costs of matrix products, including the head in the last stage, which also has the multi-token
+    prediction layers. Embedding look-ups have no cost.
 
     Args:
         sequence: number of tokens per sequence, for the cost of attention.
     """
     counts = parallel.stage_layers
     if counts is None:
-        costs = [section.layer_size(layer).matmul for layer in range(section.num_hidden_layers)]
+        costs = [section.layer_size(layer).matmul for layer in range(section.all_layers)]
         costs = [cost + 2 * section.attention_width * sequence for cost in costs]
-        head = (section.vocab_size or 0) * section.hidden_size
-        counts = balance_layers(costs, parallel.pp * parallel.virtual_stages, head)
+        layers, heads = section.num_hidden_layers, 1 + section.num_nextn_predict_layers
+        last = heads * (section.vocab_size or 0) * section.hidden_size + sum(costs[layers:])
+        counts = balance_layers(costs[:layers], parallel.pp * parallel.virtual_stages, last)
     ends = [sum(counts[: number + 1]) for number in range(len(counts))]
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 

@@ -13,7 +13,8 @@ from weft.checkpoint.adapter_record import AdapterRecord, saved_record
 from weft.checkpoint.adapter_start import open_start
 from weft.checkpoint.base_model import base_path, load_base
 from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
-from weft.checkpoint.load import checkpoints, load, resolve, start_without_head
+from weft.checkpoint.load import checkpoints, load, resolve
+from weft.checkpoint.model_parts import new_parts
 from weft.config.components import make_component
 from weft.config.rules import MOST_STEPS
 from weft.config.run import RunConfig
@@ -207,9 +208,9 @@ def restore(
         world.agree(lambda: fill_transformers_model(model, section))
     if (source := section.from_) is not None:
         checkpoint = world.agree(lambda: resolve(source))
-        select = world.agree(lambda: start_without_head(section, checkpoint))
-        if select is not None:
-            job.console.line(f"model.num_labels: {source} has no head `score`; the head has new initial weights")
+        select, new = world.agree(lambda: new_parts(section, checkpoint))
+        for text in new:
+            job.console.line(text.format(source))
         load(checkpoint, model=model, optimizer=optimizer if section.load_optimizer else None, select=select)
     return {"step": 0}
 

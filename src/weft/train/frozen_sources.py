@@ -14,6 +14,7 @@ from weft.checkpoint.adapter_record import read_adapter_record
 from weft.checkpoint.base_model import AnyModelSection, load_base, source_digest
 from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
 from weft.checkpoint.load import architecture, find_checkpoint, load, resolve, tokenizer_folder
+from weft.checkpoint.model_parts import without_prediction_layers
 from weft.config.adapter import AdapterSection
 from weft.config.legal_mesh import check_mesh
 from weft.config.mesh import MeshShape
@@ -141,7 +142,7 @@ def _find_source(config: RunConfig, name: str, given: str) -> Source:
             content = folder_config(str(path), {}, weights=True)
             section = TransformersModelSection(type="hf", path=str(path), config=content)
         else:
-            section = architecture(path)
+            section = without_prediction_layers(architecture(path))
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
     return Source(key, section, Path(given), False, None if record is None else record.section)

@@ -340,7 +340,7 @@ def _layers_and_width(config: RunConfig, model: nn.Module) -> tuple[int, int]:
     """
     section = config.model
     if isinstance(section, ModelSection):
-        return section.num_hidden_layers, section.attention_width
+        return section.all_layers, section.attention_width
     if isinstance(section, TransformersModelSection):
         return getattr(model.config, "num_hidden_layers", 0), getattr(model.config, "hidden_size", 0)
     return 0, 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,29 +11,21 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from weft.checkpoint.huggingface import pickled
+from weft.checkpoint.huggingface.headers import file_warnings, read_headers
 from weft.checkpoint.huggingface.quantized import StoredTensor, dequantized
 from weft.checkpoint.huggingface.slices import OpenFileCache, Source, read_slice
-from weft.checkpoint.tensor_file import DTYPES
 from weft.config.huggingface_config import checked_model
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.families import families
-from weft.families.config_json import CONFIG, INDEX, SINGLE, quantization, read_config
-from weft.files import read_json
+from weft.families.config_json import CONFIG, quantization, read_config
 from weft.formatting import counted, first_few
 from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import Transform, invert, saved_tensors, tensor_mapping
 
 _NAMED = 10  # maximum number of mismatched tensors that a message lists
-_HEADER_LIMIT = 100 * 2**20  # the limit of the safetensors library
 # Masks and rotary frequencies that older versions of transformers saved with the weights.
 BUFFERS = re.compile(r"(\.attn|\.attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
-_DTYPES = {external: getattr(torch, name) for name, external in DTYPES.items()}
-_PICKLE_ONLY = (
-    "the weights are pickled (.bin), and loading a pickle can run any program; use a copy with safetensors, or, if you "
-    "trust these files, run weft import {path} OUT --allow-pickle"
-)
 
 
 @dataclass(frozen=True)
@@ -103,18 +93,21 @@ class HuggingFaceFolder:
         return found
 
 
-def open_folder(path: str | Path, *, allow_pickle: bool = False) -> HuggingFaceFolder:
+def open_folder(
+    path: str | Path, *, allow_pickle: bool = False, prediction_layers: int | None = 0
+) -> HuggingFaceFolder:
     """Opens a Hugging Face folder. Checks that its files are complete and match the model of config.json.
 
     Args:
         allow_pickle: whether to read `.bin` files, with torch's restricted unpickler, if there is no safetensors file.
+        prediction_layers: number of multi-token prediction layers to read, if config.json has as many; None: all.
 
     Raises:
         UserError: config.json is missing, the architecture is unknown, a file is missing or truncated, the tensors do
             not match the model, or the folder has only `.bin` files and `allow_pickle` is false.
     """
     path = Path(path)
-    config, section = read_config(path), section_of(path)
+    config, section = read_config(path), section_of(path, prediction_layers)
     stored = dequantized(path, config, read_headers(path, allow_pickle=allow_pickle))
     extra = _prediction_layers(config, section, stored)
     sources = _match(path, section, {name: one for name, one in stored.items() if name not in extra})
@@ -125,141 +118,34 @@ def open_folder(path: str | Path, *, allow_pickle: bool = False) -> HuggingFaceF
         warnings.append(f"{what} quantized ({quantization(config)}) and will be read as bfloat16")
     if extra:
         what = counted(len(extra), "tensor belongs", "tensors belong")
-        warnings.append(f"{what} to multi-token prediction layers (num_nextn_predict_layers) and will not be read")
+        remedy = "; set model.num_nextn_predict_layers, or use weft import --mtp, to read them"
+        remedy = remedy if prediction_layers == 0 and _section(path).num_nextn_predict_layers else ""
+        warnings.append(
+            f"{what} to multi-token prediction layers (num_nextn_predict_layers) and will not be read{remedy}"
+        )
     folder = HuggingFaceFolder(path, config, section, stored, sources, tuple(warnings))
     _check_tied(folder)
     return folder
 
 
-def section_of(path: Path) -> ModelSection:
-    """Converts a folder's config.json to a `model` section. Raises UserError if the architecture is not supported."""
+def section_of(path: Path, prediction_layers: int | None = 0) -> ModelSection:
+    """Converts a folder's config.json to a `model` section. Raises UserError if the architecture is not supported.
+
+    Args:
+        prediction_layers: as in `open_folder`.
+    """
+    section = _section(path)
+    number = section.num_nextn_predict_layers
+    number = number if prediction_layers is None else min(number, prediction_layers)
+    return section.model_copy(update={"num_nextn_predict_layers": number})
+
+
+def _section(path: Path) -> ModelSection:
     config = read_config(path)
     try:
         return checked_model(config)
     except UserError as error:
         raise UserError(error.what, error.where or path / CONFIG) from None
-
-
-# ---- files
-
-
-def read_headers(path: Path, *, allow_pickle: bool = False) -> dict[str, StoredTensor]:
-    """Returns the file, dtype and shape of each tensor in a folder's weight files, by tensor name.
-
-    Raises:
-        UserError: a file is missing or truncated, or the weights are pickled and `allow_pickle` is false.
-    """
-    found: dict[str, StoredTensor] = {}
-    for file, expected in _tensor_files(path, allow_pickle).items():
-        binary = file.endswith(pickled.SUFFIX)
-        index = pickled.INDEX if binary else INDEX
-        if not (path / file).is_file():
-            raise UserError(f"this file, which {index} lists, is missing; download the missing files", path / file)
-        with open(path / file, "rb") as opened:
-            if opened.read(8) == b"version ":
-                raise UserError("this file is a Git LFS pointer, not the weights; run git lfs pull", path / file)
-        header = _read_pickled_header(path / file) if binary else read_header(path / file)
-        lacking = sorted(expected - header.keys())
-        if lacking:
-            raise UserError(
-                f"{lacking[0]}, which {index} lists in this file, is missing; download both files again", path / file
-            )
-        found |= header
-    return found
-
-
-_KINDS = ((INDEX, SINGLE, ".safetensors"), (pickled.INDEX, pickled.SINGLE, pickled.SUFFIX))
-
-
-def file_warnings(path: Path) -> list[str]:
-    """Returns a warning if a folder has both a single file of weights and an index of several files."""
-    for index, single, _ in _KINDS:
-        found = [name for name in (single, index) if (path / name).is_file()]
-        if found:
-            both = f"both {single} and {index} exist; {single} is read, as in transformers"
-            return [both] if len(found) > 1 else []
-    return []
-
-
-def _tensor_files(path: Path, allow_pickle: bool) -> dict[str, set[str]]:
-    """Returns weight file -> names of its tensors, from the index; an empty set for a single file without an index."""
-    for index, single, suffix in _KINDS[: 2 if allow_pickle else 1]:
-        if (path / single).is_file():
-            return {single: set()}
-        if (path / index).is_file():
-            return _read_index(path / index, suffix)
-    others = sorted(found.name for found in path.iterdir())
-    shards = [name for name in others if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)]
-    if shards:
-        raise UserError(
-            f"{INDEX}, the index of {shards[0]} and the other files of weights, is missing; download it, too", path
-        )
-    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in others):
-        raise UserError(_PICKLE_ONLY.format(path=path), path)
-    adapter = "it is an adapter; merge it with its base model first"
-    what = adapter if "adapter_config.json" in others else "download the weights"
-    raise UserError(f"this folder has no {SINGLE}; {what}", path)
-
-
-def _read_index(index: Path, suffix: str) -> dict[str, set[str]]:
-    content = read_json(index)
-    weights = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weights, dict) or not weights:
-        raise UserError("not an index of tensors: weight_map is missing; download the file again", index)
-    files: dict[str, set[str]] = {}
-    for name, file in weights.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(suffix):
-            raise UserError(
-                f"{name} is listed in {file!r}, which is not a {suffix} file of this folder; download the index again",
-                index,
-            )
-        files.setdefault(file, set()).add(name)
-    return dict(sorted(files.items()))
-
-
-def _read_pickled_header(path: Path) -> dict[str, StoredTensor]:
-    return {name: StoredTensor(path.name, one.dtype, tuple(one.shape)) for name, one in pickled.tensors(path).items()}
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a safetensors file by name, from its header. Raises UserError if the file is damaged."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        head = file.read(8)
-        length = int.from_bytes(head, "little")
-        if len(head) < 8 or (length <= _HEADER_LIMIT and 8 + length > size):
-            raise UserError(
-                f"the file is truncated: it ends within its header, after {size:,} bytes; download the file again", path
-            )
-        text = file.read(length) if length <= _HEADER_LIMIT else b""
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        offsets = {name: entry["data_offsets"] for name, entry in header.items()}
-        places = sorted((int(start), int(stop), name) for name, (start, stop) in offsets.items())
-        found = {
-            name: StoredTensor(path.name, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
-            for name, entry in header.items()
-        }
-    except KeyError as error:
-        raise UserError(
-            f"the header of the file has an unknown dtype or lacks a key ({error}); download the file again", path
-        ) from None
-    except (ValueError, TypeError, AttributeError, IndexError, RecursionError):
-        raise UserError("not a safetensors file; download the file again", path) from None
-    end = 0
-    for start, stop, name in places:
-        if start != end or stop - start != math.prod(found[name].shape) * found[name].dtype.itemsize:
-            raise UserError(f"the header of the file has wrong offsets for {name}; download the file again", path)
-        end = stop
-    expected = 8 + length + end
-    if size < expected:
-        raise UserError(f"the file is truncated: {size:,} bytes instead of {expected:,}; download the file again", path)
-    if size > expected:
-        raise UserError(
-            f"the file has {size:,} bytes, but its header requires {expected:,}; download the file again", path
-        )
-    return found
 
 
 # ---- tensors
@@ -278,8 +164,9 @@ def _match(path: Path, section: ModelSection, stored: dict[str, StoredTensor]) -
     experts: dict[str, tuple[Source, ...]] = {}
     for external, targets in names_in_files(section).items():
         found = next((name for name in (external, external.partition(".")[2]) if name in stored), None)
+        copied = all(name in sources for name, _ in targets)  # a further tensor, of a prediction layer
         if found is None:
-            problems.append(f"{external} is missing")
+            problems += [] if copied else [f"{external} is missing"]
             continue
         used.add(found)
         transform = targets[0][1]
@@ -291,7 +178,7 @@ def _match(path: Path, section: ModelSection, stored: dict[str, StoredTensor]) -
             problems.append(f"{found} has shape {list(entry.shape)}, but config.json requires {list(expected)}")
         elif not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
             problems.append(f"{found} is stored as {entry.dtype}: quantized weights are not supported")
-        for name, transform in targets:
+        for name, transform in targets if not copied else ():
             if per_expert:
                 experts[name] = (*experts.get(name, ()), Source(found, transform, shapes[name][1:]))
             else:
@@ -306,11 +193,11 @@ def _match(path: Path, section: ModelSection, stored: dict[str, StoredTensor]) -
 
 
 def _prediction_layers(config: dict[str, Any], section: ModelSection, stored: dict[str, StoredTensor]) -> set[str]:
-    """Returns the names of the tensors of multi-token prediction layers, which are not supported."""
+    """Returns the names of the tensors of multi-token prediction layers that `section` does not have."""
     if not config.get("num_nextn_predict_layers"):
         return set()
     layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in stored}
-    return {name for name, layer in layers.items() if layer and int(layer[1]) >= section.num_hidden_layers}
+    return {name for name, layer in layers.items() if layer and int(layer[1]) >= section.all_layers}
 
 
 def names_in_files(section: ModelSection) -> dict[str, list[tuple[str, Transform | None]]]:
@@ -333,7 +220,17 @@ def _tied_head(section: ModelSection) -> str | None:
 
 
 def _check_tied(folder: HuggingFaceFolder) -> None:
-    """Raises UserError if a tied head is stored and differs from the embedding."""
+    """Raises UserError if a tied head, or a copy for a prediction layer, is stored and differs from the parameter."""
+    for external, targets in names_in_files(folder.section).items() if folder.section.num_nextn_predict_layers else ():
+        shared = folder.sources[targets[0][0]]
+        if external in folder.stored and not shared.experts and len(targets) == 1 and shared.name != external:
+            copy = next(folder._blocks(Source(external, None, shared.shape)))
+            if not torch.equal(copy, folder.read(targets[0][0])):
+                raise UserError(
+                    f"{external} differs from {shared.name}, but Weft's prediction layers share this tensor; set "
+                    "num_nextn_predict_layers to 0",
+                    folder.path / CONFIG,
+                )
     head = _tied_head(folder.section)
     if head not in folder.stored:
         return

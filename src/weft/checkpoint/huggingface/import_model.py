@@ -60,6 +60,7 @@ def import_model(
     *,
     dtype: str | torch.dtype | None = None,
     allow_pickle: bool = False,
+    mtp: bool = False,
     console: Console | None = None,
 ) -> WrittenModel:
     """Converts a Hugging Face folder to a checkpoint for `load_model`, `generate` and `model: {from: OUT}`.
@@ -73,6 +74,7 @@ def import_model(
         out: the folder to write. It appears only when it is complete.
         dtype: dtype of the weights, such as "bfloat16". Default: the dtypes in the files.
         allow_pickle: whether to read `.bin` files if the folder has no safetensors file. Only tensors are unpickled.
+        mtp: whether to import multi-token prediction layers, too.
         console: prints warnings and progress. Default: no output.
 
     Returns:
@@ -83,7 +85,7 @@ def import_model(
             is false; or `out` cannot be written.
     """
     source, out, kind = Path(source), Path(out), parse_dtype(dtype)
-    folder = open_folder(source, allow_pickle=allow_pickle)
+    folder = open_folder(source, allow_pickle=allow_pickle, prediction_layers=None if mtp else 0)
     warnings = [*folder.warnings, *tokenizer_warnings(source, folder.section, folder.config)]
     entries = [
         Entry(MODEL_PREFIX + name, saved_dtype(name, kind, folder.dtype(name)), one.shape, partial(folder.blocks, name))

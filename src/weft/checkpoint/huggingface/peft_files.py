@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from weft.checkpoint.huggingface.folder import read_header
+from weft.checkpoint.huggingface.headers import read_header
 from weft.checkpoint.huggingface.peft_layers import PeftLayer, PeftModel, peft_model
 from weft.checkpoint.huggingface.slices import transformed
 from weft.config.model import ModelSection

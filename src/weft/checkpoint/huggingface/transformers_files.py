@@ -22,7 +22,8 @@ from torch import nn
 
 from weft.checkpoint.huggingface.config_files import SPECIAL
 from weft.checkpoint.huggingface.fill import fill_tensor
-from weft.checkpoint.huggingface.folder import BUFFERS, file_warnings, read_headers
+from weft.checkpoint.huggingface.folder import BUFFERS
+from weft.checkpoint.huggingface.headers import file_warnings, read_headers
 from weft.checkpoint.huggingface.quantized import StoredTensor
 from weft.checkpoint.huggingface.slices import Source, read_slice
 from weft.checkpoint.tensor_file import Entry, main_dtype

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from weft.data.batches.layout import PLAIN, TOKEN_KEYS, Layout
+from weft.data.batches.layout import PLAIN, TOKEN_KEYS, Field, Layout
 
 
 @dataclass
@@ -145,6 +145,28 @@ class Batch:
         return values.unflatten(0, (-1, self.layout.sequences))
 
     # ---- for the training loop
+
+    def with_following(self, count: int) -> Batch:
+        """Returns the batch with the fields of multi-token prediction, each `[batch, seq, count]`.
+
+        Column k - 1 is about the k-th token after each token: `next_tokens` is this token, `next_labels` its label, and
+        `next_weight` the label's weight. The weight is 0 if the k-th token is in another document, or beyond the end of
+        the sequence. The batch must have full sequences, not shards.
+        """
+        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+
+        def ahead(values: torch.Tensor) -> torch.Tensor:
+            return torch.stack([values.roll(-k, 1) for k in range(1, count + 1)], -1)
+
+        inside = torch.stack([places + k < len(places) for k in range(1, count + 1)], -1)
+        if self.segments is not None:
+            inside = inside & (ahead(self.segments) == self.segments.unsqueeze(-1))
+        found = {"tokens": self.tokens, "labels": self.labels, "weight": self.weight}
+        following = {f"next_{name}": ahead(values) for name, values in found.items()}
+        following["next_weight"] = following["next_weight"] * inside
+        fields = {name: Field(seq_dim=0, dtype=str(values.dtype)[6:]) for name, values in following.items()}
+        layout = replace(self.layout, fields={**self.layout.fields, **fields})
+        return replace(self, extra={**self.extra, **following}, layout=layout)
 
     def weigh_documents(self) -> Batch:
         """Returns the batch with weights that are divided by their sum over the document.

@@ -56,11 +56,11 @@ def build_local_stages(
     for number in stages_of_rank(parallel, world.axis_rank("pp"), world.shape.pp):
         stage = Decoder(section)
         stage.begins, stage.ends, stage.dtype = number == 0, number == len(ranges) - 1, dtype
-        for layer in range(section.num_hidden_layers):
-            if layer not in ranges[number]:
+        for layer in range(section.all_layers):
+            if layer not in ranges[number] and not (stage.ends and layer >= section.num_hidden_layers):
                 setattr(stage.layers, str(layer), None)
         removed = [] if stage.begins else ["embed_positions"]
-        if not stage.begins and not (stage.ends and section.tie_word_embeddings):
+        if not stage.begins and not (stage.ends and embeds_at_end(section)):
             removed.append("embed_tokens")
         for name in removed if stage.ends else [*removed, "norm", "lm_head", "score"]:
             setattr(stage, name, None)
@@ -68,11 +68,16 @@ def build_local_stages(
     return stages
 
 
+def embeds_at_end(section: ModelSection) -> bool:
+    """Whether the last stage needs the embedding: as its head, or for multi-token prediction layers."""
+    return section.tie_word_embeddings or section.num_nextn_predict_layers > 0
+
+
 class Stages(Decoder):
     """A module that contains this rank's pipeline stages. Parameters have the names of the full model.
 
-    It cannot be called: a schedule calls the stages. With tied embeddings, the embedding matrix is a parameter of the
-    first stage, and the last stage's copy of the matrix is not a parameter of this module.
+    It cannot be called: a schedule calls the stages. The embedding matrix is a parameter of the first stage. If the
+    last stage has a copy of the matrix (`embeds_at_end`), the copy is not a parameter of this module.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module]):
@@ -173,7 +178,7 @@ class PipelinePasses(Passes):
         """Returns the model's outputs for this rank's shard of a batch, on all ranks of the pipeline."""
         found, dtype = self._run_stages(inputs, shard), self.hidden_dtype
         if inputs.get("labels") is not None or self.model.config.num_labels:
-            shape = self._outputs_shape(shard.tokens)
+            shape = (*shard.tokens.shape, *self._columns(inputs))
         else:  # the shape of one token's outputs, from the logits of no tokens
             function, size = inputs.get("logits_function"), self.model.config.vocab_size or 0
             none = torch.empty(0, size, dtype=dtype, device=self.world.device)
@@ -228,10 +233,11 @@ class PipelinePasses(Passes):
     def _schedule(self, count: int, size: int) -> Any:
         """Returns the schedule for `count` micro-batches of `size` sequences."""
         tokens = self.inputs[0][1].tokens
+        columns = self._columns(self.inputs[0][0])
         key = (count, size, tokens.shape[1])
         if key not in self.schedules:
             hidden = self._empty_hidden(size, tokens.shape[1], "meta").requires_grad_()
-            out = torch.empty(self._outputs_shape(tokens), dtype=hidden.dtype, device="meta", requires_grad=True)
+            out = torch.empty((*tokens.shape, *columns), dtype=hidden.dtype, device="meta", requires_grad=True)
             ids = torch.empty(tokens.shape, dtype=tokens.dtype, device="meta")
             stages = [
                 PipelineStage(
@@ -257,9 +263,12 @@ class PipelinePasses(Passes):
         divided = loss / self.weight
         return divided if self.loss_scale == 1.0 else divided * self.loss_scale
 
-    def _outputs_shape(self, tokens: torch.Tensor) -> tuple[int, ...]:
-        """Returns the shape of the outputs of the last stage, if it is called with labels."""
-        return (*tokens.shape, 2) if self.normalizers else tuple(tokens.shape)
+    def _columns(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
+        """Returns the shape of the outputs for one token, if the last stage is called with labels."""
+        following = inputs.get("next_labels")
+        if following is None:
+            return (2,) if self.normalizers else ()
+        return (1 + self.normalizers + following.shape[-1],)
 
     def _empty_hidden(self, sequences: int, tokens: int, device: torch.device | str) -> torch.Tensor:
         """Returns an uninitialized residual stream, `[sequences, tokens / tp, hidden]`."""
@@ -281,7 +290,7 @@ def passes_of(
 
 
 class TiedHead:
-    """Keeps the head of the last stage equal to the embedding of the first stage, if the model ties both.
+    """Keeps the last stage's copy of the embedding equal to the embedding of the first stage (`embeds_at_end`).
 
     The first stage has the embedding matrix, and the last stage has a copy. The copy's gradient is added to the
     matrix's gradient. Only the matrix, not the copy, is in the optimizer and in checkpoints.
@@ -291,7 +300,7 @@ class TiedHead:
         self.group, self.copy, self.owner = world.group("pp"), None, None
         ranks = world.shape.pp
         self.first, self.last = 0, rank_of_stage(parallel, ranks * len(model.stages) - 1, ranks)
-        if model.config.tie_word_embeddings:
+        if embeds_at_end(model.config):
             self.owner = model.embed_tokens
             for stage in model.stages.values():
                 if stage.ends and not stage.begins:

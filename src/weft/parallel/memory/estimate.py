@@ -184,7 +184,7 @@ def _saved(plan: ModelPlan, world: World, micro_batch_size: int) -> int:
     inputs = micro_batch_size * plan.sequence // shape.cp * config.hidden_size * plan.state_dtype.itemsize // shape.tp
     mode, _, number = plan.activation_checkpointing.partition("-")
     total = largest = 0
-    for layer in range(config.num_hidden_layers):
+    for layer in range(config.all_layers):  # a prediction layer counts like the last layer
         everything = per_kind[kinds[config.has_experts(layer)]] // shape.tp
         largest = max(largest, everything)
         parts = {"full": 0.0, "selective": SELECTIVE, "budget": float(number or 0)}
