@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import shutil
 import uuid
@@ -34,7 +35,8 @@ from weft.train.data import Data
 from weft.train.frozen_sources import FrozenModels
 from weft.train.job import Job
 
-VERSION = 1  # increased if the same models and stores give other values
+NAMES = "names.json"  # the list of the names of the values in a folder
+VERSION = 2  # increased if the same models and stores give other values
 
 
 class WithFields:
@@ -143,10 +145,11 @@ def _read(path: Path, samples: int) -> dict[str, np.ndarray] | None:
 
 
 def _open(path: Path, samples: int) -> dict[str, np.ndarray] | None:
-    """Returns the memory-mapped values in a folder; None if it does not have the values of all samples."""
+    """Returns the memory-mapped values in a folder; None if it lacks a file, or the values of a sample."""
     found: dict[str, np.ndarray] = {}
     with suppress(OSError, ValueError, EOFError):
-        found = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))}
+        names = json.loads((path / NAMES).read_bytes())
+        found = {name: np.load(path / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
     return found if found and all(len(array) == samples for array in found.values()) else None
 
 
@@ -207,6 +210,7 @@ class _Writer:
         try:
             for file in self.files.values():
                 file.close()
+            (self.part / NAMES).write_text(json.dumps(sorted(self.files)))
             damaged = os.path.lexists(self.path) and _open(self.path, self.samples) is None
             publish(self.part, self.path, replace=damaged)
         except OSError as error:
