@@ -10,13 +10,13 @@ STEPS = 5
 SHOWN = ("reward", "reward/letters", "completion_length", "truncated", "entropy", "ratio", "clip_fraction")
 
 
-def train(runner, tokenizer, name, mesh, *, steps=STEPS, fresh=True, model=MODELS["gqa"]):
+def train(runner, tokenizer, name, mesh, *, steps=STEPS, fresh=True, model=MODELS["gqa"], **sections):
     """Trains in float64 with two mini-batches and two passes per rollout, so the last step is in the middle of one."""
     prompts = runner.folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{n} ka", "number": n}) + "\n" for n in range(9)))
     content = {
         "run": {"name": name, "directory": str(runner.folder), "seed": 7},
-        "model": model | {"vocab_size": 512, "initializer_range": 0.05},
+        "model": {**model, "vocab_size": 512, "initializer_range": 0.05},
         "tokenizer": str(tokenizer),
         "data": {"train": str(prompts), "sequence_length": 32},
         "objective": {
@@ -30,6 +30,7 @@ def train(runner, tokenizer, name, mesh, *, steps=STEPS, fresh=True, model=MODEL
         "parallel": {"dp_shard": 1, **mesh},
         "checkpoint": {"every": 1, "keep_last": 10},
         "log": {"every": 1, "trackers": []},
+        **sections,
     }
     file = runner.folder / f"{name}.yaml"
     file.write_text("".join(f"{section}: {json.dumps(value)}\n" for section, value in content.items()))
@@ -65,3 +66,16 @@ def test_all_meshes_make_the_same_rollouts(mesh, model, runner, tiny_tokenizer):
     one = train(runner, tiny_tokenizer, f"rollouts-{model}", {}, model=MODELS[model])
     name = "rollouts-" + model + "-".join(f"{axis}{size}" for axis, size in mesh.items())
     check(one, train(runner, tiny_tokenizer, name, mesh, model=MODELS[model]))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("model", "adapter"),
+    [("gqa", {"r": 3, "init": "pissa"}), ("gqa", {"r": 3, "dora": True}), ("moe", {"r": 3, "targets": "all-linear"})],
+)
+def test_all_meshes_make_the_same_rollouts_with_a_merged_adapter(mesh, model, adapter, runner, tiny_tokenizer):
+    base = train(runner, tiny_tokenizer, f"rollouts-base-{model}", {}, model=MODELS[model], steps=1)
+    sections = {"model": {"from": str(base.path)}, "adapter": adapter}
+    one = train(runner, tiny_tokenizer, "rollouts-adapter", {}, **sections)
+    check(one, train(runner, tiny_tokenizer, "rollouts-adapter-mesh", mesh, **sections))

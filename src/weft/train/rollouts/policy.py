@@ -18,7 +18,7 @@ from weft.kernels.decode_step import library
 from weft.models.adapter import is_adapter
 from weft.models.decoder import Decoder
 from weft.observe.status import alive
-from weft.parallel.full_model import gather_weights, new_full_model
+from weft.parallel.full_model import gather_weights, merges_adapter, new_full_model
 from weft.train.auto_settings import DTYPES
 from weft.train.job import Job
 
@@ -50,6 +50,8 @@ class Request(NamedTuple):
 class Policy:
     """A full (unsharded) copy of the trained model on each rank, in the compute dtype, and its engine.
 
+    The copy has merged weights in place of an adapter, unless the base model is quantized.
+
     Args:
         model: the sharded model.
         stop_ids: tokens that end a continuation.
@@ -74,9 +76,11 @@ class Policy:
     def update(self) -> None:
         """Copies the weights of the trained model. Every rank must call it after the weights have changed.
 
-        Of a model with an adapter, the first call copies all weights, and later calls copy those of the adapter.
+        An adapter is merged with the weights each time. If its base model is quantized, the first call copies all
+        weights, and later calls copy those of the adapter.
         """
-        select = is_adapter if self._filled and self.job.config.adapter is not None else None
+        adapter = self.job.config.adapter
+        select = is_adapter if self._filled and adapter is not None and not merges_adapter(adapter) else None
         gather_weights(self.model, self.full, self.job.world, self.dtype, everywhere=True, select=select)
         self._filled = True
         self.engine.clear()
