@@ -104,7 +104,7 @@ def make_base(folder: Path, threads: int, quick: bool) -> None:
     adamw = {"weight_decay": 0.1, "betas": [0.9, 0.98]}
     common = {"training": {"batch_tokens": 4096}, "schedule": {"type": "cosine", "warmup_steps": 5}}
     data = {"sequence_length": 128, "packing": "best_fit"}
-    stages = (("sums", MODEL, "right", 800, 3e-3), ("base", {"from": "runs/sums"}, "wrong", 60, 1e-3))
+    stages = (("sums", MODEL, "right", 2500, 3e-3), ("base", {"from": "runs/sums"}, "wrong", 60, 1e-3))
     for name, model, source, steps, lr in stages:
         chosen = {"model": model, "data": data | {"train": f"{source}.jsonl"}, "optimizer": {"lr": lr, **adamw}}
         train(folder, threads, name, 10 if quick else steps, **chosen, **common)
