@@ -96,13 +96,13 @@ def _pack(config: RunConfig, console: Console, fresh: bool) -> RunConfig:
     return pack_sources(config, console)
 
 
-def run_generation_on_ranks(args: argparse.Namespace, verb: str, tp: int, act: Callable[[World], None]) -> int:
+def run_generation_on_ranks(args: argparse.Namespace, verb: str, tp: int, act: Callable[[World], int | None]) -> int:
     """Runs a function on `tp` tensor parallel ranks, and returns the exit code.
 
     Args:
         args: parsed arguments of the command line.
         verb: name of the subcommand. Local processes run this subcommand with the same arguments.
-        act: function that does the work of one rank.
+        act: function that does the work of one rank, and returns its exit code, if it has one.
 
     Raises:
         UserError: `tp` is not the number of processes that torchrun started, or exceeds the number of GPUs.
@@ -123,14 +123,14 @@ def run_generation_on_ranks(args: argparse.Namespace, verb: str, tp: int, act: C
         world = start_world(ParallelSection(tp=tp, dp_shard=1))
         if world.rank:
             warnings.simplefilter("ignore")  # the first rank prints the same warnings
-        act(world)
+        code = act(world)
         world.close()
     except UserError as error:
         report_mistake(error)
         raise
     except Exception as error:
         return report_exception(error, {})
-    return 0
+    return code or 0
 
 
 def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome], verb: str) -> int:

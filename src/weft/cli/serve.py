@@ -6,13 +6,17 @@ import argparse
 import ipaddress
 import logging
 import os
+import signal
+import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.generation_options import add_model_options
 
 if TYPE_CHECKING:
+    from weft.parallel.world import World
     from weft.serve.load import Loader
     from weft.serve.services import Settings
 
@@ -80,6 +84,13 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens computed per step; fewer interrupt other texts less when a long prompt arrives (default: 512 on a "
         "CPU, 2048 on a GPU)",
+    )
+    group.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="shard the model over N processes on this machine, one per GPU (tensor parallelism; default: 1)",
     )
     group.add_argument(
         "--max-cache-tokens",
@@ -179,22 +190,69 @@ def run(args: argparse.Namespace) -> int:
     wait_briefly()
     settings = _settings(args)
     try:
-        from weft.serve.server import Server, open_socket
+        from weft.serve.server import open_socket
     except ImportError as error:
         from weft.errors import UserError
 
         raise UserError(
             f"weft serve needs {error.name}, which is not installed; install it: pip install 'weft-train[serve]'"
         ) from None
-    from weft.serve.app import create_app
     from weft.serve.load import Loader
+
+    load = _loader(args, Loader)
+    if args.tp == 1:
+        return _serve(args, settings, load)
+    from weft.cli.on_ranks import run_generation_on_ranks
+
+    if "RANK" not in os.environ:  # mistakes are reported before processes are started
+        _check_sharded(args)
+        open_socket(args.host, args.port).close()
+    return run_generation_on_ranks(args, "serve", args.tp, lambda world: _serve(args, settings, load, world))
+
+
+def _check_sharded(args: argparse.Namespace) -> None:
+    """Raises UserError if the models or an option do not allow tensor parallelism."""
+    from weft.checkpoint.load import resolve
+    from weft.checkpoint.load_model import check_shardable
+    from weft.errors import UserError
+    from weft.serve.load import named_path
+
+    if args.tp < 1:
+        raise UserError(f"--tp {args.tp}: use at least 1 process")
+    if len(args.sources) > 1:
+        raise UserError("--tp: several models cannot be sharded; serve one model")
+    for option, given, remedy in (
+        ("quantized weights", args.quantize, "omit --quantize or --tp"),
+        ("adapters", args.adapter, "omit --tp, or merge the adapter (weft merge)"),
+        ("run-time adapters", args.admin_key, "omit --admin-key or --tp"),
+    ):
+        if given:
+            raise UserError(f"--tp: {option} need a model on a single process; {remedy}")
+    for path in filter(None, (args.sources[0], args.draft)):
+        check_shardable(resolve(named_path(path)[1]), args.tp)
+
+
+def _serve(args: argparse.Namespace, settings: Settings, load: Loader, world: World | None = None) -> int:
+    """Serves until a signal, and returns the exit code. With `world`, all ranks call this; the first rank answers."""
+    from weft.serve.app import create_app
+    from weft.serve.server import Server, open_socket
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logs = not args.no_access_log
     logging.getLogger("uvicorn.access").setLevel(logging.INFO if logs else logging.WARNING)
     logging.getLogger("weft.serve").setLevel(logging.INFO if logs or settings.log_prompts else logging.WARNING)
-    load = _loader(args, Loader)
-    listener = open_socket(args.host, args.port)  # an address in use is reported before models are loaded
+    follower = world is not None and world.rank > 0
+
+    def listen() -> socket.socket | None:  # an address in use is reported before models are loaded
+        return None if follower else open_socket(args.host, args.port)
+
+    listener = listen() if world is None else world.agree(listen)
+    load = replace(load, world=world)
+    if listener is None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # the first rank ends this rank after the last request
+        load(args.sources[0]).worker.follow()
+        return 0
     try:
         models = [load(source) for source in args.sources]
         app = create_app(models, settings)

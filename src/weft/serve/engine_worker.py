@@ -18,9 +18,11 @@ from weft.errors import UserError, describe_exception
 from weft.generation.engine import Engine
 from weft.generation.settings import Sampling
 from weft.generation.stream import Piece, Stream
+from weft.parallel.ranks import broadcast_object
 
 logger = logging.getLogger("weft.serve")
 FAILURES = 3  # steps in a row that fail, after which the thread gives up
+HEARTBEAT = 60.0  # seconds: ranks of an idle sharded model communicate so often, so that no collective times out
 
 
 class EngineFailure(Exception):
@@ -124,6 +126,8 @@ class EngineWorker:
     Args:
         engine: the engine, which no other thread uses while this thread runs.
         max_open: maximum number of unfinished sequences.
+        sharded: whether the model is sharded over ranks. The first rank broadcasts the commands before each step; the
+            other ranks call `follow` instead of `start`.
 
     Attributes:
         engine: the engine.
@@ -133,8 +137,8 @@ class EngineWorker:
         failed: set when the thread has ended because of a failure; for the event loop.
     """
 
-    def __init__(self, engine: Engine, max_open: int):
-        self.engine, self.max_open = engine, max_open
+    def __init__(self, engine: Engine, max_open: int, *, sharded: bool = False):
+        self.engine, self.max_open, self._sharded = engine, max_open, sharded
         self.open, self.failure = 0, None
         self.failed = asyncio.Event()
         self.generations: dict[int, Generation] = {}
@@ -144,6 +148,7 @@ class EngineWorker:
         self._streams: dict[int, list[Stream]] = {}  # of unfinished requests; only the thread uses it
         self._failures = 0
         self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # --- In the event loop ---
 
@@ -252,16 +257,29 @@ class EngineWorker:
             error = EngineFailure(self.failure)
         with suppress(RuntimeError):  # the event loop is closed
             if self.failure is not None:
-                self._loop.call_soon_threadsafe(self.failed.set)
-            self._loop.call_soon_threadsafe(self._fail_all, error)
+                self._in_loop(self.failed.set)
+            self._in_loop(self._fail_all, error)
+
+    def follow(self) -> None:
+        """Runs the commands and steps of the first rank, on another rank, until the first rank's thread ends."""
+        while self.run_commands(broadcast_object([])):
+            self.run_step()
+            self._publish()
+
+    def _in_loop(self, act: Callable[..., object], *args: object) -> None:
+        """Calls a function in the event loop, which only the first rank has."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(act, *args)
 
     def take(self) -> list[Command]:
         """Returns the next commands. Waits for a command if there are no unfinished requests."""
-        commands = [] if self._streams else [self._commands.get()]
+        commands = []
         with suppress(queue.Empty):
+            if not self._streams:
+                commands.append(self._commands.get(timeout=HEARTBEAT if self._sharded else None))
             while True:
                 commands.append(self._commands.get_nowait())
-        return commands
+        return broadcast_object(commands) if self._sharded else commands
 
     def run_commands(self, commands: Sequence[Command]) -> bool:
         """Executes commands. Returns whether the thread goes on."""
@@ -283,7 +301,7 @@ class EngineWorker:
             else:
                 self._answer(command)
         if accepted or refused:
-            self._loop.call_soon_threadsafe(self._deliver, refused, accepted)
+            self._in_loop(self._deliver, refused, accepted)
         return True
 
     def _answer(self, command: Call) -> None:
@@ -323,4 +341,4 @@ class EngineWorker:
             if pieces or error is not None:
                 batch.append((id, pieces, error))
         if batch:
-            self._loop.call_soon_threadsafe(self._deliver, batch, [])
+            self._in_loop(self._deliver, batch, [])

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from weft.checkpoint.adapter_start import check_adapter_fits
 from weft.checkpoint.load import resolve
-from weft.checkpoint.load_model import load_model
+from weft.checkpoint.load_model import load_model, load_sharded_model
 from weft.data.conversations.template import ChatTemplate, find_template, has_template, template_folder
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
@@ -19,7 +20,7 @@ from weft.generation.chat_format import ChatFormat
 from weft.generation.engine import Engine
 from weft.generation.text import stop_ids_of, tokenizer_of
 from weft.observe.console import Console
-from weft.parallel.world import local_device
+from weft.parallel.world import World, local_device
 from weft.serve.served_model import ServedAdapter, ServedModel
 
 # Prompts are computed in parts, between which other texts go on. On a CPU, a part of 512 tokens is fast enough already.
@@ -39,6 +40,7 @@ class Loader:
         draft: path of a draft model, or None.
         max_waiting: see `ServedModel`.
         engine: keyword arguments of `Engine`; `max_step_tokens` can be None.
+        world: the tensor parallel ranks, which all load the model; None: this process has the complete model.
     """
 
     dtype: str | None = None
@@ -48,6 +50,7 @@ class Loader:
     draft: str | None = None
     max_waiting: int = 256
     engine: Mapping[str, Any] = field(default_factory=dict)
+    world: World | None = None
 
     def __call__(self, source: str) -> ServedModel:
         """Loads a model. Tokenizer, template and adapters are checked before.
@@ -58,27 +61,40 @@ class Loader:
         Raises:
             UserError: the model cannot be loaded, an adapter does not fit, or a chat template is invalid.
         """
-        name, _, path = ("", "", source) if Path(source).exists() else source.partition("=")
-        name, path = (name, path) if path else ("", source)
+        name, path = named_path(source)
         checkpoint = resolve(path)
         tokenizer, stop_ids = tokenizer_of(checkpoint), stop_ids_of(checkpoint)
         for folder in self.adapters.values():
             check_adapter_fits(folder, checkpoint)
         console = Console()
-        device, dtype = local_device(console), getattr(torch, self.dtype) if self.dtype else None
+        device = local_device(console) if self.world is None else self.world.device
         chat = _chat_format(tokenizer, tokenizer.path, self.chat_template, console)
-        model = load_model(checkpoint, device, dtype, quantize=self.quantize)
+        model = self._load(checkpoint, device)
         step_tokens = self.engine.get("max_step_tokens") or STEP_TOKENS.get(device.type, GPU_STEP_TOKENS)
-        draft = load_model(self.draft, device, dtype) if self.draft else None
+        draft = self._load(Path(self.draft), device, draft=True) if self.draft else None
         options = {**self.engine, "max_step_tokens": step_tokens, "draft": draft}
         engine = Engine(model, tokenizer, stop_ids=stop_ids, **options)
-        served = ServedModel(name or _name_of(checkpoint), engine, chat, max_waiting=self.max_waiting)
+        served = ServedModel(
+            name or _name_of(checkpoint), engine, chat, max_waiting=self.max_waiting, sharded=self.world is not None
+        )
         for name, folder in self.adapters.items():
             if name == served.name:
                 raise UserError(f"the adapter {name!r} has the name of the model; choose another name")
             engine.add_adapter(name, folder)
             served.adapters[name] = make_adapter(name, folder, tokenizer, console)
         return served
+
+    def _load(self, path: Path, device: torch.device, draft: bool = False) -> nn.Module:
+        dtype = getattr(torch, self.dtype) if self.dtype else None
+        if self.world is not None:
+            return load_sharded_model(path, self.world, dtype)
+        return load_model(path, device, dtype, quantize=None if draft else self.quantize)
+
+
+def named_path(source: str) -> tuple[str, str]:
+    """Splits `name=path` into name and path. The name is "" if there is none, or if `source` is a path that exists."""
+    name, _, path = ("", "", source) if Path(source).exists() else source.partition("=")
+    return (name, path) if path else ("", source)
 
 
 def make_adapter(name: str, folder: str, tokenizer: Tokenizer, console: Console) -> ServedAdapter:

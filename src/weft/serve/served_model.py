@@ -45,6 +45,7 @@ class ServedModel:
         engine: engine with a tokenizer.
         chat: renders conversations; None: the model has no chat template.
         max_waiting: maximum number of sequences that wait beside those that run.
+        sharded: see `EngineWorker`.
 
     Attributes:
         worker: thread of the engine.
@@ -52,11 +53,13 @@ class ServedModel:
         created: Unix time at which the model was loaded.
     """
 
-    def __init__(self, name: str, engine: Engine, chat: ChatFormat | None, *, max_waiting: int = 256):
+    def __init__(
+        self, name: str, engine: Engine, chat: ChatFormat | None, *, max_waiting: int = 256, sharded: bool = False
+    ):
         assert engine.tokenizer is not None
         self.name, self.engine, self.chat = name, engine, chat
         self.tokenizer: Tokenizer = engine.tokenizer
-        self.worker = EngineWorker(engine, engine.max_batch + max_waiting)
+        self.worker = EngineWorker(engine, engine.max_batch + max_waiting, sharded=sharded)
         self.adapters: dict[str, ServedAdapter] = {}
         self.created = int(time.time())
         self._frames: dict[str | None, tuple[str, str, str]] = {}

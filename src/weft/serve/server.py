@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from weft.errors import UserError
+from weft.observe.status import doing
 from weft.serve.errors import ApiError
 from weft.serve.services import Services
 
@@ -97,6 +98,7 @@ class Server(uvicorn.Server):
         error = ApiError(503, "server_shutting_down", "the server is shutting down; send the request again later")
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(self._drain_timeout, self._services.exchanges.abort, error)
+        doing("answering the last requests", may_take=self._drain_timeout + 2 * AFTER_DRAIN)
         try:
             await super().shutdown(sockets)
         finally:
