@@ -205,12 +205,12 @@ def run(args: argparse.Namespace) -> int:
     from weft.cli.on_ranks import run_generation_on_ranks
 
     if "RANK" not in os.environ:  # mistakes are reported before processes are started
-        _check_sharded(args)
+        _check_sharded(args, settings)
         open_socket(args.host, args.port).close()
     return run_generation_on_ranks(args, "serve", args.tp, lambda world: _serve(args, settings, load, world))
 
 
-def _check_sharded(args: argparse.Namespace) -> None:
+def _check_sharded(args: argparse.Namespace, settings: Settings) -> None:
     """Raises UserError if the models or an option do not allow tensor parallelism."""
     from weft.checkpoint.load import resolve
     from weft.checkpoint.load_model import check_shardable
@@ -224,7 +224,7 @@ def _check_sharded(args: argparse.Namespace) -> None:
     for option, given, remedy in (
         ("quantized weights", args.quantize, "omit --quantize or --tp"),
         ("adapters", args.adapter, "omit --tp, or merge the adapter (weft merge)"),
-        ("run-time adapters", args.admin_key, "omit --admin-key or --tp"),
+        ("adapters that come and go", settings.admin_keys, "omit --admin-key and WEFT_ADMIN_KEY, or --tp"),
     ):
         if given:
             raise UserError(f"--tp: {option} need a model on a single process; {remedy}")
