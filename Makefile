@@ -42,7 +42,8 @@ test-generation: $(STAMP) ## run all tests of generation, also 1,000 random sche
 	@.venv/bin/python -m pytest -q -n 2 -m "matrix or not matrix" -o faulthandler_timeout=1200 tests/generation $(ARGS)
 
 # The clients' libraries have an environment of their own, without Weft. EXAMPLES: requests per operation of the fuzzer.
-serve-check: $(STAMP) .venv-clients/.installed ## check the server with openai, LangChain, LiteLLM and a fuzzer (EXAMPLES=60)
+serve-check: $(STAMP) .venv-clients/.installed ## check the server with openai, LangChain, LiteLLM and a fuzzer (EXAMPLES=60), and the chat page in Chromium
+	@.venv/bin/python -m pytest -q -n 2 -m browser tests/serve $(ARGS) || [ $$? = 5 ] # 5: ARGS chooses none
 	@WEFT_PYTHON=$(CURDIR)/.venv/bin/python .venv-clients/bin/python -m pytest -q -c /dev/null -p no:cacheprovider \
 	  --rootdir tests/serve/clients --confcutdir tests/serve/clients -o python_files='check_*.py' tests/serve/clients $(ARGS)
 

@@ -57,7 +57,8 @@ def test_metadata_are_valid_and_the_readme_is_in_them(built):
 
 def test_the_wheel_has_every_module_and_the_sdist_its_tests(built):
     sdist, wheel = built
-    modules = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "weft").rglob("*.py")}
+    files = [*(ROOT / "src" / "weft").rglob("*.py"), *(ROOT / "src" / "weft" / "serve" / "page").iterdir()]
+    modules = {path.relative_to(ROOT / "src").as_posix() for path in files if path.is_file()}
     assert modules <= set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(sdist) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}

@@ -16,6 +16,7 @@ from weft.serve import adapters, completions, embeddings, tokens
 from weft.serve.errors import ApiError, ErrorReply, handle_errors
 from weft.serve.json_route import JsonRoute
 from weft.serve.middleware import Guard
+from weft.serve.page import page_routes
 from weft.serve.served_model import ServedModel, ServedModels
 from weft.serve.services import Services, Settings, services_of
 
@@ -45,6 +46,7 @@ def create_app(models: Sequence[ServedModel], settings: Settings | None = None) 
     app = FastAPI(title="Weft", version=weft.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.services = services
     handle_errors(app)
+    app.router.routes.extend(page_routes())
     for part in (router, completions.router, embeddings.router, tokens.router, adapters.router):
         app.include_router(part, responses={"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}})
     if settings.cors_origins:
