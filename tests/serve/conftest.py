@@ -6,6 +6,8 @@ from functools import cache
 
 import httpx
 import pytest
+import served_tools
+from chat_model import make_chat_model
 
 import weft
 from weft.data.conversations.template import ChatTemplate, find_template
@@ -21,6 +23,14 @@ def loaded(folder):
     """(module, tokenizer, chat format) of a model."""
     tokenizer, template = tokenizer_of(folder), ChatTemplate.for_tokenizer(find_template(folder), folder)
     return weft.load_model(folder), tokenizer, ChatFormat(template, tokenizer, "change them")
+
+
+@pytest.fixture(scope="session")
+def tools_model(tiny_tokenizer, tmp_path_factory):
+    """The folder of a tiny model that learned a conversation with tool calls by heart (`served_tools.py`)."""
+    messages = [served_tools.USER, served_tools.CALLING, served_tools.RESULT, served_tools.ANSWER]
+    folder = tmp_path_factory.mktemp("tools") / "model"
+    return make_chat_model(tiny_tokenizer, folder, served_tools.TEMPLATE, messages, served_tools.TOOLS)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from chat_model import SYSTEM, TURNS
-from server_events import events
+from serving import events
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CHAT = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": TURNS[0][0]}]

@@ -4,48 +4,8 @@ import json
 
 import jsonschema
 import pytest
-from chat_model import make_chat_model
+from served_tools import ANSWER, CALLS, RESULT, SCHEMA, TOOLS, USER
 from serving import events
-
-TEMPLATE = """\
-{{- bos_token -}}
-{%- if tools -%}<|im_start|>system
-{% for tool in tools -%}{{- tool.function | tojson -}}{%- endfor -%}<|im_end|>
-{% endif -%}
-{%- for message in messages -%}
-<|im_start|>{{- message.role -}}
-{{- '\\n' + (message.content or '') -}}
-{%- for call in message.tool_calls or [] -%}
-{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson -}}
-{{- '}\\n</tool_call>' -}}
-{%- endfor -%}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
-PLACE = {
-    "type": "object",
-    "properties": {"ka": {"type": "string"}, "lo": {"type": "integer"}},
-    "required": ["ka", "lo"],
-}
-TOOLS = [
-    {"type": "function", "function": {"name": "ren", "parameters": PLACE | {"additionalProperties": False}}},
-    {"type": "function", "function": {"name": "tu", "parameters": {"type": "object", "properties": {}}}},
-]
-CALLS = [("ren", {"ka": "né 日本", "lo": 3}), ("tu", {})]
-FUNCTIONS = [{"name": name, "arguments": arguments} for name, arguments in CALLS]
-USER = {"role": "user", "content": "Kalo mi ren?"}
-CALLING = {
-    "role": "assistant",
-    "content": "Mi vo.",
-    "tool_calls": [{"id": f"c{i}", "type": "function", "function": one} for i, one in enumerate(FUNCTIONS)],
-}
-RESULT = {"role": "tool", "content": "7 shi", "tool_call_id": "c0"}
-ANSWER = {"role": "assistant", "content": "Sta tu 7 shi."}
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tools") / "model"
-    return make_chat_model(tiny_tokenizer, folder, TEMPLATE, [USER, CALLING, RESULT, ANSWER], TOOLS)
 
 
 def asked(messages, **more):
@@ -77,7 +37,7 @@ def found(choice):
     return message["content"], calls, choice["finish_reason"]
 
 
-def test_learned_calls_and_the_answer_to_their_results(serve, folder):
+def test_learned_calls_and_the_answer_to_their_results(serve, tools_model):
     async def test(client):
         body = asked([USER])
         whole = (await client.post("/v1/chat/completions", json=body)).json()
@@ -97,10 +57,10 @@ def test_learned_calls_and_the_answer_to_their_results(serve, folder):
         answer = (await client.post("/v1/chat/completions", json=asked(after))).json()
         assert found(answer["choices"][0]) == (ANSWER["content"], [], "stop")
 
-    serve(test, folder=folder)
+    serve(test, folder=tools_model)
 
 
-def test_a_call_that_max_tokens_cuts_ends_with_length(serve, folder):
+def test_a_call_that_max_tokens_cuts_ends_with_length(serve, tools_model):
     async def test(client):
         lengths = set()
         for most in range(5, 60, 6):
@@ -114,11 +74,11 @@ def test_a_call_that_max_tokens_cuts_ends_with_length(serve, folder):
             lengths.add(len(calls))
         assert lengths >= {0, 1}
 
-    serve(test, folder=folder)
+    serve(test, folder=tools_model)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_required_and_named_calls_follow_the_schema(serve, folder, stream):
+def test_required_and_named_calls_follow_the_schema(serve, tools_model, stream):
     async def test(client):
         for choice, names in (
             ("required", {"ren", "tu"}),
@@ -137,32 +97,24 @@ def test_required_and_named_calls_follow_the_schema(serve, folder, stream):
                 schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
                 jsonschema.validate(json.loads(arguments), schemas[name])
 
-    serve(test, folder=folder)
+    serve(test, folder=tools_model)
 
 
-def test_without_tools_there_are_no_calls(serve, folder):
+def test_without_tools_there_are_no_calls(serve, tools_model):
     async def test(client):
         for more in ({"tool_choice": "none"}, {"tools": []}):
             body = asked([USER], **more)
             message = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
             assert "tool_calls" not in message
 
-    serve(test, folder=folder)
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"ka": {"enum": ["lo", "mi"]}, "tu": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
-    "required": ["ka", "tu"],
-    "additionalProperties": False,
-}
+    serve(test, folder=tools_model)
 
 
 def schema_format(schema):
     return {"type": "json_schema", "json_schema": {"name": "vo", "schema": schema, "strict": True}}
 
 
-def test_answers_follow_the_response_format(serve, folder):
+def test_answers_follow_the_response_format(serve, tools_model):
     async def test(client):
         for seed in range(3):
             body = {"messages": [USER], "seed": seed, "temperature": 2, "max_tokens": 200}
@@ -179,7 +131,7 @@ def test_answers_follow_the_response_format(serve, folder):
             assert content.startswith("{")
             assert finish == "length" or isinstance(json.loads(content), dict)
 
-    serve(test, folder=folder)
+    serve(test, folder=tools_model)
 
 
 MISTAKES = [
@@ -201,7 +153,7 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-def test_mistakes_name_the_parameter(serve, folder, chat_model, monkeypatch):
+def test_mistakes_name_the_parameter(serve, tools_model, chat_model, monkeypatch):
     async def test(client):
         for more, status, code, param, said in MISTAKES:
             response = await client.post("/v1/chat/completions", json=asked([USER]) | more)
@@ -219,7 +171,7 @@ def test_mistakes_name_the_parameter(serve, folder, chat_model, monkeypatch):
         assert (response.status_code, response.json()["error"]["code"]) == (501, "constraints_not_installed")
         assert "pip install 'weft-train[constraints]'" in response.json()["error"]["message"]
 
-    serve(test, folder=folder)
+    serve(test, folder=tools_model)
     serve(without_template, folder=chat_model)
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    serve(without_llguidance, folder=folder)
+    serve(without_llguidance, folder=tools_model)

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 
 import weft
-from weft.serve import adapters, completions, embeddings, tokens
+from weft.serve import adapters, completions, embeddings, responses, tokens
 from weft.serve.errors import ApiError, ErrorReply, handle_errors
 from weft.serve.json_route import JsonRoute
 from weft.serve.middleware import Guard
@@ -47,7 +47,7 @@ def create_app(models: Sequence[ServedModel], settings: Settings | None = None) 
     app.state.services = services
     handle_errors(app)
     app.router.routes.extend(page_routes())
-    for part in (router, completions.router, embeddings.router, tokens.router, adapters.router):
+    for part in (router, *(one.router for one in (completions, responses, embeddings, tokens, adapters))):
         app.include_router(part, responses={"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}})
     if settings.cors_origins:
         app.add_middleware(

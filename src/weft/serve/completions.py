@@ -46,7 +46,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
         raise ApiError(400, "unsupported_value", "best_of is supported only with the value of n; remove it", "best_of")
     if body.echo and body.logprobs is not None:
         raise ApiError(400, "unsupported_value", "logprobs of the prompt are not supported; remove echo", "echo")
-    work = partial(_answer, services, model, adapter, body, len(many))
+    work = partial(answer, services, model, adapter, body, len(many))
     prepare = partial(_prepare_completion, services, model, body, many)
     return services.exchanges.new(partial(work, prepare, CompletionReply))
 
@@ -58,8 +58,8 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     model, adapter = services.models.find(body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "invalid_value", "top_logprobs needs logprobs: true; set it", "top_logprobs")
-    work = partial(_answer, services, model, adapter, body, 1)
-    prepare = partial(_prepare_chat, services, model, adapter, body)
+    work = partial(answer, services, model, adapter, body, 1)
+    prepare = partial(prepare_chat, services, model, adapter, body)
     return services.exchanges.new(partial(work, prepare, ChatReply))
 
 
@@ -82,7 +82,7 @@ def _prepare_completion(
     return Job(prompts, sampling, _stop_ids(model.engine.stop_ids, body), leads, texts if body.echo else ())
 
 
-def _prepare_chat(services: Services, model: ServedModel, adapter: ServedAdapter | None, body: ChatRequest) -> Job:
+def prepare_chat(services: Services, model: ServedModel, adapter: ServedAdapter | None, body: ChatRequest) -> Job:
     """Renders the messages of a chat. Runs outside of the event loop."""
     chat = model.chat_format(adapter)
     messages = template_messages(chat_messages(body.messages), chat.template)
@@ -122,7 +122,7 @@ def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [one | {"role": "system"} if one["role"] == "developer" else one for one in converted]
 
 
-async def _answer(
+async def answer(
     services: Services,
     model: ServedModel,
     adapter: ServedAdapter | None,
@@ -139,6 +139,7 @@ async def _answer(
         reply = form(model, adapter.name if adapter else model.name, job)
         choices = job.choices(whole_characters=reply.chat)
         name = adapter and adapter.name
+        output.named = reply.named
         reply.wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         async with model.generate(job.prompts, job.sampling, stop_ids=job.stop_ids, adapter=name) as generation:
             if body.stream:

@@ -17,10 +17,15 @@ LAST_WORDS = 1.0  # seconds that a slow client has to read the error that ends i
 
 
 class Output:
-    """Sends the body of a response: one JSON object, or server-sent events."""
+    """Sends the body of a response: one JSON object, or server-sent events.
+
+    Attributes:
+        streams: whether events were sent.
+        named: whether events have a name: their key `type`.
+    """
 
     def __init__(self, send: Send):
-        self._send, self.streams = send, False
+        self._send, self.streams, self.named = send, False, False
 
     async def json(self, body: Any) -> None:
         """Sends the complete response: a JSON object."""
@@ -29,12 +34,11 @@ class Output:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": data})
 
-    async def events(self, *data: Any, event: str | None = None, last: bool = False) -> None:
+    async def events(self, *data: Any, last: bool = False) -> None:
         """Sends server-sent events; the first call also sends the header of the response.
 
         Args:
             data: JSON objects, or texts, which are sent as they are.
-            event: name of the events, or None.
             last: whether the response ends with these events.
         """
         if not self.streams:
@@ -42,10 +46,11 @@ class Output:
             # Proxies such as nginx must not collect events.
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        name = b"" if event is None else b"event: %s\n" % event.encode()
-        lines = [
-            b"%sdata: %s\n\n" % (name, one.encode() if isinstance(one, str) else orjson.dumps(one)) for one in data
-        ]
+        lines = []
+        for one in data:
+            if self.named:
+                lines.append(b"event: %s\n" % one.get("type", "error").encode())
+            lines.append(b"data: %s\n\n" % (one.encode() if isinstance(one, str) else orjson.dumps(one)))
         await self._send({"type": "http.response.body", "body": b"".join(lines), "more_body": not last})
 
 

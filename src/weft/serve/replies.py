@@ -67,9 +67,10 @@ class Reply:
     Attributes:
         wants_usage: whether a stream ends with the numbers of tokens.
         chat: whether the answers are messages of a chat.
+        named: whether the name of each event is its key `type`.
     """
 
-    wants_usage, chat = False, False
+    wants_usage, chat, named = False, False, False
 
     def __init__(self, model: ServedModel, job: Job, name: str, kind: str, object: str, chunk: str):
         self.model, self.job = model, job

@@ -1,0 +1,88 @@
+"""Bodies of requests of `/v1/responses`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from weft.serve.schemas import NO_EFFECT, Function, JsonObjectFormat, NamedSchema, Section, TextFormat
+
+
+class ResponseTool(Function):
+    """A function that the model can call."""
+
+    type: Literal["function"]
+
+
+class NamedResponseTool(Section):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponseSchemaFormat(NamedSchema):
+    type: Literal["json_schema"]
+
+    @property
+    def as_chat(self) -> dict[str, Any]:
+        """The format in a request of chat completions."""
+        return {"type": "json_schema", "json_schema": {"name": self.name, "schema": self.schema_}}
+
+
+class ResponseTextFormat(TextFormat):
+    @property
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "text"}
+
+
+class ResponseObjectFormat(JsonObjectFormat):
+    @property
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "json_object"}
+
+
+class ResponseText(Section):
+    """The form of the answer, which is enforced."""
+
+    format: (
+        Annotated[ResponseTextFormat | ResponseObjectFormat | ResponseSchemaFormat, Field(discriminator="type")] | None
+    ) = None
+
+
+class ResponseStreamOptions(Section):
+    include_obfuscation: bool | None = Field(None, description=NO_EFFECT)
+
+
+class ResponseRequest(Section):
+    """A request of `/v1/responses`."""
+
+    model: str | None = Field(None, description="Name of a model or of an adapter; default: the first model.")
+    input: str | list[dict[str, Any]] = Field(
+        description="A text, or items of the types message, function_call and function_call_output."
+    )
+    instructions: str | None = Field(None, description="Text of the system message.")
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, description="Divisor of the logits; 0: greedy decoding. Default: 1.")
+    top_p: float | None = Field(None, ge=0, le=1)
+    stream: bool | None = False
+    stream_options: ResponseStreamOptions | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
+    parallel_tool_calls: bool | None = True
+    text: ResponseText | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = Field(
+        None, description="Whether to return the log-probabilities of the tokens."
+    )
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    previous_response_id: str | None = Field(None, description="Not supported: send the earlier items as input.")
+    store: bool | None = Field(None, description="Only false is supported, which is the default.")
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    metadata: dict[str, Any] | None = Field(None, description="Returned with the response.")
+    user: str | None = Field(None, description=NO_EFFECT)
+    safety_identifier: str | None = Field(None, description=NO_EFFECT)
+    service_tier: str | None = Field(None, description=NO_EFFECT)
+    prompt_cache_key: str | None = Field(None, description=NO_EFFECT)
+    prompt_cache_retention: str | None = Field(None, description=NO_EFFECT)
