@@ -42,7 +42,7 @@ def embed(model: nn.Module, ids: Sequence[int], pooling: Pooling, adapter: Adapt
         elif isinstance(model, TransformersModel):
             hidden = run.base_model(tokens, use_cache=False)[0]
         else:
-            raise UserError("embeddings need a built-in or a Transformers model on one rank; use another model")
+            raise UserError("embeddings need a built-in or Transformers model that is not sharded; omit --tp")
         hidden = hidden[0].to(torch.promote_types(hidden.dtype, torch.float32))
         pooled = hidden.mean(0) if pooling == "mean" else hidden[-1]
         if not torch.isfinite(pooled).all():
