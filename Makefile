@@ -54,8 +54,19 @@ serve-check: $(STAMP) .venv-clients/.installed ## check the server with openai, 
 	@.venv-clients/bin/python -m pip install -qq --disable-pip-version-check --only-binary :all: -r $<
 	@touch $@
 
-export-check: $(STAMP) ## export all families to all targets, and run them with each target's own tool (ARGS="-k torch" for some)
+EXPORT_TOOLS := torchtitan
+export-check: $(STAMP) $(EXPORT_TOOLS:%=.venv-%/.installed) ## export all families to all targets, and run them with each target's own tool (ARGS="-k torch" for some)
 	@.venv/bin/python -m pytest -q -n 2 -m export -o faulthandler_timeout=1200 tests/export $(ARGS)
+
+# Of torch and the like, these tools get .venv's.
+$(EXPORT_TOOLS:%=.venv-%/.installed): .venv-%/.installed: $(STAMP) tests/export/environments/%-requirements.txt
+	@echo "Installing $* into .venv-$* (once) ..."
+	@rm -f $@
+	@.venv/bin/python -m venv --clear .venv-$*
+	@.venv-$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r tests/export/environments/$*-requirements.txt
+	@where='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	  .venv/bin/python -c "$$where" > "$$(.venv-$*/bin/python -c "$$where")/shared.pth"
+	@touch $@
 
 lint: $(STAMP) ## check style, layering and types
 	@failed=0; \

@@ -126,7 +126,7 @@ def test_any_bits_there_are(dtype):
 
 
 def test_a_large_tensor_goes_through_in_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("weft.checkpoint.weights.BLOCK", 1000)
+    monkeypatch.setattr("weft.checkpoint.saved_tensor.BLOCK", 1000)
     base, model = folder(tmp_path / "base", theirs()), folder(tmp_path / "model", moved(theirs()), shards=SMALL)
     assert weft_command("import", base, tmp_path / "ours") == 0
     assert tensors(made_again(tmp_path, tmp_path / "ours", model)) == tensors(model)

@@ -109,7 +109,7 @@ def write_huggingface(
             Entry(name, saved_dtype(names[name], kind, saved.dtype), saved.shape, saved.full)
             for name, saved in converted.items()
         ]
-        config_files = _config_files(source, section, tokenizer, entries)
+        config_files = huggingface_config_files(source, section, tokenizer, entries)
     else:
         raise UserError(
             f"a custom model ({section.type}) cannot be exported, because Transformers has no such architecture; "
@@ -140,7 +140,7 @@ def _exported_section(section: Any) -> tuple[Any, list[str]]:
     return without_prediction_layers(section), [f"model.num_nextn_predict_layers: {what}; they are not exported"]
 
 
-def _config_files(
+def huggingface_config_files(
     source: Path, section: ModelSection, tokenizer: Path | None, entries: list[Entry]
 ) -> dict[str, dict[str, Any]]:
     """Returns file name -> content, for config.json and generation_config.json.

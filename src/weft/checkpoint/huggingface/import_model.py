@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from weft.checkpoint import checkpoint_files as files
+from weft.checkpoint.distributed.open_distributed import (
+    DistributedModel,
+    distributed_checkpoint,
+    open_distributed,
+)
 from weft.checkpoint.huggingface import pickled
 from weft.checkpoint.huggingface.config_files import read_origin, tokenizer_warnings
 from weft.checkpoint.huggingface.folder import open_folder
@@ -61,20 +67,24 @@ def import_model(
     dtype: str | torch.dtype | None = None,
     allow_pickle: bool = False,
     mtp: bool = False,
+    config: str | Path | None = None,
     console: Console | None = None,
 ) -> WrittenModel:
-    """Converts a Hugging Face folder to a checkpoint for `load_model`, `generate` and `model: {from: OUT}`.
+    """Converts another tool's model to a checkpoint for `load_model`, `generate` and `model: {from: OUT}`.
 
     >>> made = weft.import_model("hf", "imported", dtype="bfloat16")
     >>> made.section.family
     'llama'
 
     Args:
-        source: a folder with config.json, safetensors and the tokenizer, as written by `save_pretrained`.
+        source: a folder with config.json, safetensors and the tokenizer, as written by `save_pretrained`; or a
+            distributed checkpoint of Megatron-Core (`torch_dist`) or torchtitan.
         out: the folder to write. It appears only when it is complete.
         dtype: dtype of the weights, such as "bfloat16". Default: the dtypes in the files.
         allow_pickle: whether to read `.bin` files if the folder has no safetensors file. Only tensors are unpickled.
         mtp: whether to import multi-token prediction layers, too.
+        config: for distributed checkpoints, config.json of the model, or a Hugging Face folder with config.json and the
+            tokenizer. Default: the files in `source`; for Megatron also the arguments in its common.pt.
         console: prints warnings and progress. Default: no output.
 
     Returns:
@@ -85,6 +95,11 @@ def import_model(
             is false; or `out` cannot be written.
     """
     source, out, kind = Path(source), Path(out), parse_dtype(dtype)
+    console = console or Console(prints=False)
+    if (checkpoint := distributed_checkpoint(source)) is not None:
+        return _import_distributed(open_distributed(checkpoint, source, config), out, kind, console)
+    if config is not None:
+        raise UserError("--config is only for distributed checkpoints; a Hugging Face folder has its own", source)
     folder = open_folder(source, allow_pickle=allow_pickle, prediction_layers=None if mtp else 0)
     warnings = [*folder.warnings, *tokenizer_warnings(source, folder.section, folder.config)]
     entries = [
@@ -94,6 +109,22 @@ def import_model(
     contents = {files.MODEL: folder.section.model_dump(mode="json", by_alias=True), files.ORIGIN: read_origin(source)}
     tokenizer = source if (source / "tokenizer.json").is_file() else None
     warnings = [f"{source}: {warning}" for warning in warnings]
-    console = console or Console(prints=False)
     number = write_checkpoint(out, entries, contents, tokenizer, warnings, "importing", console)
     return WrittenModel(folder.section, len(entries), number, sum(entry.bytes for entry in entries))
+
+
+def _import_distributed(model: DistributedModel, out: Path, kind: torch.dtype | None, console: Console) -> WrittenModel:
+    """Writes the model of a distributed checkpoint as a checkpoint of Weft."""
+    section, described = model.section, model.described
+    warnings = [*tokenizer_warnings(described, section, model.config or {}), *model.warnings]
+    entries = [
+        Entry(MODEL_PREFIX + name, saved_dtype(name, kind, saved.dtype), saved.shape, saved.blocks)
+        for name, saved in model.tensors.items()
+    ]
+    contents: dict[str, Any] = {files.MODEL: section.model_dump(mode="json", by_alias=True)}
+    if model.config is not None:
+        contents[files.ORIGIN] = {"config": model.config, "generation_config": None} | read_origin(described)
+    tokenizer = described if (described / "tokenizer.json").is_file() else None
+    warnings = [f"{model.path}: {warning}" for warning in warnings]
+    number = write_checkpoint(out, entries, contents, tokenizer, warnings, "importing", console)
+    return WrittenModel(section, len(entries), number, sum(entry.bytes for entry in entries))
