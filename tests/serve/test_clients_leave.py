@@ -6,6 +6,7 @@ import json
 from serving import Caller, Gate, until
 
 import weft
+from weft.serve.errors import ApiError
 
 LONG = "Kalo mi ren sta tu vo. " * 12
 PATH = "/v1/completions"
@@ -112,6 +113,21 @@ def test_time_is_over(serve):
         assert client.models[0].worker.open == 0
 
     serve(test, settings={"request_timeout": 0.3})
+
+
+def test_the_end_of_the_drain_timeout_ends_requests(serve):
+    async def test(client):
+        gate = Gate(client.models[0].engine)
+        callers = [Caller(client, PATH, neighbour() | {"stream": stream}) for stream in (False, True)]
+        await until(lambda: len(callers[1].received) > 0 and len(client.models[0].worker.generations) == 2)
+        error = ApiError(503, "server_shutting_down", "later")
+        client._transport.app.state.services.exchanges.abort(error)
+        await asyncio.gather(*(caller.task for caller in callers))
+        assert callers[0].received[0]["status"] == 503
+        assert [json.loads(caller.text.removeprefix("data: ")) for caller in callers] == [error.body] * 2
+        gate.open()
+
+    serve(test)
 
 
 def test_a_failed_step_ends_its_requests_only(serve, chat_model):

@@ -286,6 +286,8 @@ def _settings(args: argparse.Namespace) -> Settings:
     for name, least in (("max_waiting", 0), ("drain_timeout", 0), ("lookup", 0)):
         if getattr(args, name) < least:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: set it to at least {least}")
+    if not 0 <= args.port < 2**16:
+        raise UserError(f"--port {args.port}: set it to at most 65535, or to 0 for any free port")
     if not args.request_timeout > 0:
         raise UserError(f"--request-timeout {args.request_timeout}: set it to more than 0")
     api_keys = (*args.api_key, *filter(None, [os.environ.get("WEFT_API_KEY")]))

@@ -1,0 +1,124 @@
+"""`weft serve` as a process: keys, logs, clients that leave, and signals."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from chat_model import SYSTEM, TURNS
+
+from weft.cli.main import main
+from weft.serve import server
+
+MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": TURNS[0][0]}]
+# More than a minute's work for one sequence at a time.
+ENDLESS = {"prompt": "Kalo", "max_tokens": 500, "ignore_eos": True, "n": 100, "stream": True}
+KEY = "sk-of-a-test"
+
+
+@pytest.fixture
+def start(chat_model, tmp_path):
+    """Starts `weft serve`: `start(*options) -> (process, client)`. The log is `tmp_path/log`."""
+    started = []
+
+    def run(*options):
+        command = [sys.executable, "-m", "weft", "serve", f"tiny={chat_model}", "--port", "0", *options]
+        environment = {**os.environ, "WEFT_API_KEY": KEY, "PYTHONUNBUFFERED": "1"}
+        with open(tmp_path / "log", "w") as log:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        started.append(process)
+        words = process.stdout.readline().split()
+        assert words[:3] == ["serving", "tiny", "at"], (tmp_path / "log").read_text()
+        return process, httpx.Client(base_url=words[3], headers={"authorization": f"Bearer {KEY}"}, timeout=30)
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def refuses_connections(client):
+    try:
+        client.get("/health")
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+def test_a_server_ends_after_its_requests(start, tmp_path):
+    process, client = start("--max-batch", "1")
+    assert client.get("/v1/models", headers={"authorization": ""}).status_code == 401
+    assert client.get("/health", headers={"authorization": ""}).status_code == 200
+    # A client that closes its connection frees the only place.
+    with client.stream("POST", "/v1/completions", json=ENDLESS) as response:
+        next(response.iter_lines())
+    body = {"messages": MESSAGES, "temperature": 0}
+    answer = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    assert answer == TURNS[0][1]
+    with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
+        lines = response.iter_lines()
+        data = [next(lines)]
+        process.send_signal(signal.SIGTERM)
+        data += lines
+    *chunks, last = [line.removeprefix("data: ") for line in data if line]
+    assert last == "[DONE]"
+    assert "".join(json.loads(c)["choices"][0]["delta"].get("content", "") for c in chunks) == TURNS[0][1]
+    assert process.wait(30) == 0
+    assert refuses_connections(client)
+    log = (tmp_path / "log").read_text()
+    assert '"POST /v1/chat/completions HTTP/1.1" 200' in log
+    assert "tiny: 36 prompt tokens, 54 new tokens" in log
+    assert not any(secret in log for secret in (KEY, "Kalo", "Sta tu", "Traceback"))
+
+
+def test_a_second_signal_ends_the_server_at_once(start):
+    process, client = start("--drain-timeout", "1000", "--max-batch", "1")
+    with client.stream("POST", "/v1/completions", json=ENDLESS) as response:
+        next(response.iter_lines())
+        process.send_signal(signal.SIGINT)
+        while not refuses_connections(client):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
+def test_mistakes_are_one_line(chat_model, capsys, monkeypatch):
+    monkeypatch.setattr(server.Server, "serve_until_signal", lambda *_: 0)
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = str(taken.getsockname()[1])
+    path = str(chat_model)
+    for words, expected in (
+        ([path, "--port", port], f"port {port}: Address already in use; choose another --port"),
+        ([path, "--port", "99999"], "--port 99999: set it to at most 65535"),
+        ([path, "--host", "nowhere.invalid"], "--host"),
+        (["nowhere"], "nowhere: this path does not exist"),
+        ([path, "--max-batch", "0"], "--max-batch 0: set it to at least 1"),
+        ([path, "--request-timeout", "0"], "--request-timeout 0.0: set it to more than 0"),
+        ([path, "--api-key", ""], "a key is empty"),
+        ([path, path], "two models are named 'model'; give other names as NAME=PATH"),
+        ([path, "b=" + path, "--adapter", "a=b"], "--adapter: several models"),
+        ([path, "--adapter", "a"], "--adapter a: write NAME=DIR"),
+        ([path, "--chat-template", "nothing"], "--chat-template nothing"),
+    ):
+        assert main(["serve", "--port", "0", *words]) == 2, words
+        error = capsys.readouterr().err
+        assert expected in error
+        assert error.count("\n") == 1
+    taken.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "warned"), [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("::1", None, False)]
+)
+def test_an_open_server_warns(chat_model, capsys, monkeypatch, host, key, warned):
+    monkeypatch.setattr(server, "open_socket", lambda host, port: socket.create_server(("127.0.0.1", 0)))
+    monkeypatch.setattr(server.Server, "serve_until_signal", lambda self, listener: self._ready() or 0)
+    assert main(["serve", str(chat_model), "--host", host, *(["--api-key", key] if key else [])]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("serving model at http://127.0.0.1:")
+    assert ("set WEFT_API_KEY" in shown.err) == warned
