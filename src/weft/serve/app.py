@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 
 import weft
 from weft.serve import adapters, completions, embeddings, responses, tokens
 from weft.serve.errors import ApiError, ErrorReply, handle_errors
 from weft.serve.json_route import JsonRoute
+from weft.serve.metrics import CountRequests
 from weft.serve.middleware import Guard
 from weft.serve.page import page_routes
 from weft.serve.served_model import ServedModel, ServedModels
@@ -54,6 +56,7 @@ def create_app(models: Sequence[ServedModel], settings: Settings | None = None) 
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     app.add_middleware(Guard, settings=settings)
+    app.add_middleware(CountRequests, metrics=services.metrics)
     return app
 
 
@@ -69,6 +72,12 @@ async def show_model(request: Request, name: str) -> dict[str, Any]:
     """Describes a model or an adapter."""
     model, _ = services_of(request).models.find(name)
     return next(entry for entry in _entries(model) if entry["id"] == name)
+
+
+@router.get("/metrics")
+async def show_metrics(request: Request) -> Response:
+    """Returns the numbers of the server, in the text format of Prometheus."""
+    return Response(generate_latest(services_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/health")

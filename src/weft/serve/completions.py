@@ -134,8 +134,10 @@ async def answer(
 ) -> None:
     """Generates the choices of a request, and sends them."""
     services.check_limits(body, prompts)
+    watch = services.metrics.watch(model)
     async with model.slots(prompts * (body.n or 1)):
         job = await asyncio.to_thread(prepare)
+        watch.begin(job.prompt_tokens)
         reply = form(model, adapter.name if adapter else model.name, job)
         choices = job.choices(whole_characters=reply.chat)
         name = adapter and adapter.name
@@ -145,6 +147,7 @@ async def answer(
             if body.stream:
                 await output.events(*(event for index in range(len(choices)) for event in reply.begin(index)))
             async for pieces in generation.read():
+                watch.add()
                 by_choice: Mapping[int, list[Piece]] = defaultdict(list)
                 for index, piece in pieces:
                     by_choice[index].append(piece)
@@ -156,6 +159,7 @@ async def answer(
                         new += reply.delta(index, choice, text, some)
                 if new:
                     await output.events(*new)
+        watch.end(max(choice.tokens for choice in choices))
         usage = _usage(job, choices)
         _log(services, model, job, choices, usage)
         if not body.stream:

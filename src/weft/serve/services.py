@@ -10,6 +10,7 @@ from fastapi import Request
 
 from weft.serve.errors import ApiError
 from weft.serve.exchange import Exchanges
+from weft.serve.metrics import Metrics
 from weft.serve.schemas import SamplingRequest
 from weft.serve.served_model import ServedModel, ServedModels
 
@@ -55,16 +56,18 @@ class Services:
         models: the models.
         settings: the limits.
         exchanges: the requests that are being answered.
+        metrics: the numbers of the server.
         admin_lock: held by the request that changes what is served.
     """
 
     models: ServedModels
     settings: Settings
     exchanges: Exchanges = field(init=False)
+    metrics: Metrics = field(init=False)
     admin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self):
-        self.exchanges = Exchanges(self.settings.request_timeout)
+        self.exchanges, self.metrics = Exchanges(self.settings.request_timeout), Metrics(self.models)
 
     def check_limits(self, body: SamplingRequest, prompts: int) -> None:
         """Raises ApiError if a request asks for more choices or tokens than the server allows."""
