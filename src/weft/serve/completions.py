@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request, Response
 from weft.data.conversations.messages import convert_messages, join_parts
 from weft.data.sources.values import Unfit
 from weft.data.tokenizers.tokenizer import Prompt
+from weft.generation.constraints import new_constraint
 from weft.generation.settings import Sampling
 from weft.generation.stream import Piece
 from weft.serve.choices import Choice
@@ -103,6 +104,8 @@ def prepare_chat(services: Services, model: ServedModel, adapter: ServedAdapter 
         sampling = replace(sampling, skip_special_tokens=False)
     _load_token_bytes(model, sampling)
     stop_ids = _stop_ids(model.engine.stop_ids | asked.stop_ids, body)
+    # Compiled here, because the engine's thread, which uses the result again, would hold up other requests.
+    new_constraint(sampling.constraint, model.tokenizer, stop_ids, asked.prompt.first is not None)
     return Job([asked.prompt], sampling, stop_ids, [asked.lead], tools=tools)
 
 
