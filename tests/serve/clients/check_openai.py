@@ -181,11 +181,22 @@ def test_responses(client, server):
         model=server.model, input="hello", instructions="Be short.", max_output_tokens=16, temperature=0
     )
     assert answer.status in ("completed", "incomplete")
-    with client.responses.stream(
-        model=server.model, input="hello", instructions="Be short.", max_output_tokens=16, temperature=0
-    ) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-        assert stream.get_final_response().output_text == text == answer.output_text
+    events = list(
+        client.responses.create(
+            model=server.model,
+            input="hello",
+            instructions="Be short.",
+            max_output_tokens=16,
+            temperature=0,
+            stream=True,
+        )
+    )
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert events[-1].type == f"response.{answer.status}"
+    assert events[-1].response.output_text == text == answer.output_text
+    settings = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA, "strict": True}}
+    with client.responses.stream(model=server.model, input="hello", max_output_tokens=60, text=settings) as stream:
+        assert json.loads(stream.get_final_response().output_text)["name"] in ("Kalo", "Ren")
 
 
 def test_embeddings(client, server):
