@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -113,6 +114,8 @@ NAMES = (
                 "exist", "`weft profile --structure` shows only meshes of one rank"),
     PrivateName("torch._subclasses.fake_tensor:FakeTensorMode", "runs a layer without memory, to count its saved "
                 "tensors", "`weft profile --structure` shows no memory of saved tensors"),
+    PrivateName("torch._inductor:aoti_compile_and_package", "documented, but below a private module",
+                "`weft export --to aoti` fails"),
 )  # fmt: skip
 
 
@@ -324,3 +327,14 @@ def fake_tensors() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+def compile_package(program: torch.export.ExportedProgram, path: Path, metadata: dict[str, str]) -> None:
+    """Compiles an exported program with AOTInductor, and writes a package (.pt2).
+
+    Args:
+        metadata: texts that a program reads from the package, in C++ by `AOTIModelPackageLoader::get_metadata`.
+    """
+    from torch._inductor import aoti_compile_and_package
+
+    aoti_compile_and_package(program, package_path=str(path), inductor_configs={"aot_inductor.metadata": metadata})

@@ -6,13 +6,16 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
-from test_families import CASES, pair, texts
+from test_families import CASES, ROWS, build_pair, pair, texts
 
-# One of each: windows and caps; latent attention with experts in groups; experts with biases, and sinks.
-SAMPLE = [("Gemma2", "as is"), ("DeepseekV2", "groups, queries as they are, yarn"), ("GptOss", "as is")]
 NEW = 14  # tokens to generate
 
-__all__ = ["CASES", "SAMPLE", "calls", "compare", "greedy", "left_padded", "longest", "pair", "texts"]
+__all__ = ["CASES", "cache", "compare", "greedy", "left_padded", "pair", "small", "texts"]
+
+
+def small(family, shape):
+    """Transformers' model of a case, with two layers."""
+    return build_pair(family, ROWS[family][shape] | {"num_hidden_layers": 2})[0]
 
 
 def longest(theirs):
@@ -72,8 +75,9 @@ def compare(call, description, theirs, bound=1e-4):
         out = call(tokens, positions, *cache(description, batch))
         _near(out[0], expected, bound)
         if length == 7:  # the same in two calls
-            first = call(tokens[:, :3], positions[:, :3], *cache(description, batch))
-            second = call(tokens[:, 3:], positions[:, 3:], *first[1:])
+            before, after = ([part.contiguous() for part in x.tensor_split([3], dim=1)] for x in (tokens, positions))
+            first = call(before[0], after[0], *cache(description, batch))
+            second = call(before[1], after[1], *first[1:])
             _near(torch.cat((first[0], second[0]), 1), expected, bound)
             for one, other in zip(second[1:], out[1:], strict=True):
                 _near(one, other, bound)

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from graph_calls import CASES, cache, compare, greedy, left_padded, pair, texts
+from graph_calls import CASES, cache, compare, greedy, left_padded, pair, small, texts
 from transformers import LlamaConfig, LlamaForSequenceClassification, OPTConfig, OPTForCausalLM
 
 import weft
@@ -32,7 +34,7 @@ def run(tmp_path, theirs):
 
 def test_logits_and_greedy_tokens_are_those_of_transformers(tmp_path):
     """Sliding windows in every other layer, caps, tied weights."""
-    run(tmp_path, pair("Gemma2", "as is")[0])
+    run(tmp_path, small("Gemma2", "as is"))
 
 
 @pytest.mark.export
@@ -53,7 +55,7 @@ torch.save(list(program(*inputs)), sys.argv[2])
 
 def test_pytorch_runs_the_program_without_weft(tmp_path):
     """Experts, too: Weft's own operators are not in the graph."""
-    theirs, _ = pair("Mixtral", "as is")
+    theirs = small("Mixtral", "as is")
     folder, description = exported(tmp_path, theirs)
     tokens, positions = left_padded([texts(5, seed=1).tolist(), texts(2, seed=2).tolist()])
     torch.save([tokens, positions, *cache(description, 2)], tmp_path / "call.pt")
@@ -62,12 +64,12 @@ def test_pytorch_runs_the_program_without_weft(tmp_path):
     with torch.no_grad():
         assert (out[0][0] - theirs(tokens[:1]).logits[0]).abs().max() < 1e-5
         assert (out[0][1, 3:] - theirs(tokens[1:, 3:]).logits[0]).abs().max() < 1e-5
-    assert len(out) == len(description["outputs"]) == 1 + 2 * 4
+    assert len(out) == len(description["outputs"]) == 1 + 2 * 2
 
 
 def test_a_cache_of_fixed_size_drops_its_first_columns(tmp_path):
-    """Columns before the first token of a text are never seen, also if they contain NaN."""
-    theirs, _ = pair("Llama", "as is")
+    """Columns before the first token of a text are never seen, whatever numbers they contain."""
+    theirs = small("Llama", "as is")
     folder, description = exported(tmp_path, theirs)
     call, text = torch.export.load(folder / "model.pt2").module(), texts(1, 9, seed=4)
     past = [torch.full_like(tensor, 1e30) for tensor in cache(description, 1, past=16)]
@@ -77,6 +79,20 @@ def test_a_cache_of_fixed_size_drops_its_first_columns(tmp_path):
             out = call(text[:, place : place + 1], torch.tensor([[place]]), *past)
             past = [tensor[:, :, 1:] for tensor in out[1:]]
             assert (out[0] - expected[:, place : place + 1]).abs().max() < 1e-4
+
+
+def test_the_program_of_the_page_generates_what_weft_generates(tmp_path, hf_folder, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/export/torch.md").read_text()
+    shutil.copytree(hf_folder, tmp_path / "runs/run")
+    (command,) = re.findall(r"^\$ weft (.* torch)$", page, re.MULTILINE)
+    assert main(command.split()) == 0
+    capsys.readouterr()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(program, "torch.md", "exec"), {})
+    found = json.loads(capsys.readouterr().out)
+    assert found == [5, 6, 7, *generate_ids(weft.load_model(hf_folder), [[5, 6, 7]], Sampling(8, temperature=0.0))[0]]
+    assert (tmp_path / "program/tokenizer.json").read_bytes() == (hf_folder / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.export

@@ -127,8 +127,8 @@ def run(args: argparse.Namespace) -> int:
     options = {}
     for option in (option for target in built_in_targets().values() for option in target.options):
         if (value := getattr(args, option.name)) is not None:
-            is_text = value is True or "str" in re.split(r"[ |]+", option.annotation)
-            options[option.name] = value if is_text else _yaml_value(value)
+            is_text = "str" in re.split(r"[ |]+", option.annotation)
+            options[option.name] = value if isinstance(value, bool) or is_text else _yaml_value(value)
     for option in args.options:
         name, sign, value = option.partition("=")
         if not sign or not name.isidentifier():

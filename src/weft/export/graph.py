@@ -7,7 +7,8 @@ The graph computes `(tokens, positions, *past) -> (logits, *present)`:
   Sequences of different lengths are left-padded to one length; the positions of padding are negative.
 - `past`: the cache of all earlier tokens, two tensors for each layer, `[batch, kv_heads, past, head_dim]`. `past` can
   be 0. The past tokens of a sequence are the last columns; columns before its first token are never seen, whatever
-  they contain. So a graph with a fixed `past` works, too: pass the last `past` columns of `present` to the next call.
+  numbers they contain. So a graph with a fixed `past` works, too: pass the last `past` columns of `present` to the
+  next call.
 - `logits` `[batch, seq, vocab]`: float32 (float64 for a model in float64).
 - `present`: the cache after these tokens, `[batch, kv_heads, past + seq, head_dim]`.
 
@@ -124,6 +125,11 @@ class DecoderGraph(nn.Module):
             pair = [(1, config.mla.kv_lora_rank), (1, config.mla.qk_rope_head_dim)]
         return pair * config.num_hidden_layers
 
+    def dynamic_shapes(self) -> Any:
+        """Returns the `dynamic_shapes` of `torch.export.export`: batch, seq and past, which can be 0."""
+        batch, seq, past = (torch.export.Dim(name, min=low) for name, low in (("batch", 1), ("seq", 1), ("past", 0)))
+        return {0: batch, 1: seq}, {0: batch, 1: seq}, ({0: batch, 2: past},) * len(self.cache_shapes())
+
     def inputs(self, sizes: Sizes = EXAMPLE, seed: int = 0) -> tuple[torch.Tensor, ...]:
         """Returns random tokens, their positions after a full cache, and a random cache."""
         batch, seq, past = sizes
@@ -190,13 +196,7 @@ class GraphSource:
         Raises:
             UserError: `torch.export` cannot capture a custom component.
         """
-        shapes: Any = None
-        if sizes is None:
-            batch, seq, past = (
-                torch.export.Dim(name, min=low) for name, low in (("batch", 1), ("seq", 1), ("past", 0))
-            )
-            caches = ({0: batch, 2: past},) * len(self.module.cache_shapes())
-            shapes = ({0: batch, 1: seq}, {0: batch, 1: seq}, caches)
+        shapes = self.module.dynamic_shapes() if sizes is None else None
         try:
             program = torch.export.export(
                 self.module, self.module.inputs(sizes or EXAMPLE), dynamic_shapes=shapes, strict=False
