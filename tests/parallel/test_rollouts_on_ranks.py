@@ -1,16 +1,26 @@
 """Runs whose model generates its training data, on several ranks: completions and updates are those of one process."""
 
 import json
+import shutil
 
 import pytest
 from compare import Run, compare
 from matrix import MODELS, WITHIN, ranks_of
 
 STEPS = 5
-SHOWN = ("reward", "reward/letters", "completion_length", "truncated", "entropy", "ratio", "clip_fraction")
+SHOWN = (
+    "reward",
+    "reward/letters",
+    "reward/judge",
+    "completion_length",
+    "truncated",
+    "entropy",
+    "ratio",
+    "clip_fraction",
+)
 
 
-def train(runner, tokenizer, name, mesh, *, steps=STEPS, fresh=True, model=MODELS["gqa"], **sections):
+def train(runner, tokenizer, name, mesh, *, steps=STEPS, fresh=True, model=MODELS["gqa"], objective=None, **sections):
     """Trains in float64 with two mini-batches and two passes per rollout, so the last step is in the middle of one."""
     prompts = runner.folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{n} ka", "number": n}) + "\n" for n in range(9)))
@@ -22,6 +32,7 @@ def train(runner, tokenizer, name, mesh, *, steps=STEPS, fresh=True, model=MODEL
         "objective": {
             "type": "grpo",
             "reward": {"rollout_parts:letters": 1.0, "rollout_parts:short": 0.5},
+            **(objective or {}),
             **{"prompts": 4, "group": 3, "max_new_tokens": 7, "updates_per_rollout": 4, "minibatches": 2},
         },
         "optimizer": {"type": "matrix_parts:PlainSGD", "lr": 0.3},
@@ -79,3 +90,19 @@ def test_all_meshes_make_the_same_rollouts_with_a_merged_adapter(mesh, model, ad
     sections = {"model": {"from": str(base.path)}, "adapter": adapter}
     one = train(runner, tiny_tokenizer, "rollouts-adapter", {}, **sections)
     check(one, train(runner, tiny_tokenizer, "rollouts-adapter-mesh", mesh, **sections))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", [{"dp_shard": 3}, {"pp": 2, "tp": 2}], ids=str)
+def test_ranks_score_their_completions_with_a_reward_model(mesh, runner, tiny_tokenizer, hf_folder):
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    judge = runner.folder / "judge"
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=512, num_labels=1, initializer_range=0.3, pad_token_id=0, **sizes)
+    shutil.copytree(hf_folder, judge, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    LlamaForSequenceClassification(config).save_pretrained(judge)
+    objective = {"reward": {str(judge): 1.0, "rollout_parts:letters": 1.0}}
+    one = train(runner, tiny_tokenizer, "rollouts-judge", {}, objective=objective)
+    assert len({line["reward/judge"] for line in map(json.loads, (one.path / "metrics.jsonl").open())}) > 1
+    check(one, train(runner, tiny_tokenizer, "rollouts-judge-mesh", mesh, objective=objective))

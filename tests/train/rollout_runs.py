@@ -7,11 +7,19 @@ from running import QUIET, metrics, train
 
 REWARDS = '''
 import asyncio
+import json
 import time
 
 
 def letters(completions):
     return [text.count("a") / 8 for text in completions]
+
+
+def recorded(completions, prompts):
+    """Appends what it gets to a file."""
+    with open("recorded.jsonl", "a") as file:
+        print(json.dumps([prompts, completions]), file=file)
+    return [0.0] * len(completions)
 
 
 def short(prompt, completion, number):

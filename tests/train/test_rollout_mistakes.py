@@ -70,6 +70,7 @@ def test_a_wrong_reward_names_its_function_and_the_completion(name, parts):
     ("reward", "columns", "missing", "part"),
     [
         ("letters", ["completions"], {}, "'completions', which is also a column"),
+        ("slow_sum", ["number", "conversations"], {}, "'conversations', which is also a column"),  # by **columns
         ("short", ["number", "completion"], {}, "'completion', which is also a column"),
         ("short", ["number"], {"number": "p.jsonl:7"}, "p.jsonl:7: the record has no 'number'"),
     ],

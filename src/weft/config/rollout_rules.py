@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from weft.config.draft import Draft
+from weft.config.model_source import newest_checkpoint
 from weft.headers import is_raw
 
 # Keys that say how given data become batches.
@@ -59,12 +61,20 @@ def check_rollouts(draft: Draft) -> None:
 def _check_functions(draft: Draft) -> None:
     reward, tools = draft.get("objective.reward"), draft.get("objective.tools") or []
     if not reward:
-        draft.report("objective.reward", "required: a function that returns rewards, as module:function; add it")
+        draft.report(
+            "objective.reward",
+            "required: a function that returns rewards, as module:function, or the path of a reward model; add it",
+        )
     rewards = [reward] if isinstance(reward, str) else list(reward or ())
-    for key, names in (("reward", rewards), ("tools", tools)):
-        for name in names:
-            if not FUNCTION.fullmatch(str(name)):
-                draft.report(f"objective.{key}", f"{name!r} is not a function; write it as module:function")
+    for name in rewards:
+        if not FUNCTION.fullmatch(str(name)):
+            found = newest_checkpoint(Path(str(name)))
+            if isinstance(found, str):
+                what = f"{name!r} is neither a function (module:function) nor the path of a reward model"
+                draft.report("objective.reward", f"{what}: {found}")
+    for name in tools:
+        if not FUNCTION.fullmatch(str(name)):
+            draft.report("objective.tools", f"{name!r} is not a function; write it as module:function")
     turns = draft.get("objective.max_turns")
     if tools and turns == 1:
         what = "1 turn has no room for the result of a tool; set 2 or more, or remove tools"

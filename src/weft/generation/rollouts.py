@@ -19,7 +19,8 @@ class Rollouts:
     of the group is learned.
 
     Attributes:
-        reward: reward function as `module:function`; or several functions, with weights if it is a mapping.
+        reward: reward function as `module:function`, or path of a reward model; or several, with weights if it is a
+            mapping.
         group: number of completions per prompt.
         prompts: number of prompts per rollout.
         minibatches: number of optimizer steps in which each completion of a rollout is used once.
@@ -41,7 +42,7 @@ class Rollouts:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each reward function, by `module:function`."""
+        """The weight of each reward function, by `module:function`, and of each reward model, by path."""
         if isinstance(self.reward, Mapping):
             return dict(self.reward)
         return dict.fromkeys([self.reward] if isinstance(self.reward, str) else self.reward, 1.0)

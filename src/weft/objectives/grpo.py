@@ -69,10 +69,11 @@ class GRPO(Objective):
         minibatches: number of parts of a rollout, each with all answers to some of its prompts. An optimizer step
             learns from one part, the parts take turns, and `updates_per_rollout` is a multiple of their number: 4
             updates with 2 minibatches use each answer twice.
-        reward: reward function as `module:function`, a list of functions whose rewards are added, or function ->
-            weight. Called as `reward(prompts, completions, **columns)`, with one entry per answer, for the columns of
-            the records that it has as arguments; or, if its arguments are `prompt` and `completion`, for each answer.
-            It can be async. Required if `data.train` is a file of prompts.
+        reward: reward function as `module:function`, or the path of a reward model (a run, checkpoint or Hugging Face
+            folder); a list of these, whose rewards are added; or function or path -> weight. A function is called as
+            `reward(prompts, completions, **columns)`, with one entry per answer, for the columns of the records that it
+            has as arguments; or, if its arguments are `prompt` and `completion`, for each answer. It can be async.
+            Required if `data.train` is a file of prompts.
         prompts: number of prompts per rollout.
         group: number of answers to each prompt, whose mean reward is the baseline.
         top_p: sample from the smallest set of most likely tokens whose total probability is at least this value.

@@ -25,8 +25,8 @@ class OnlineDPO(DPO):
         length_normalized: whether log-probabilities are divided by the number of tokens of the answer. Default: only
             for `ipo`.
         reference: the reference model: `start`, the model as the run starts, or a path of a model.
-        reward: reward function as `module:function`, a list of functions whose rewards are added, or function ->
-            weight, as in `grpo`.
+        reward: reward function as `module:function` or path of a reward model, a list of these, or a mapping to their
+            weights, as in `grpo`.
         prompts: number of prompts per rollout.
         group: number of answers to each prompt.
         temperature: temperature of sampling, by which logits are divided.

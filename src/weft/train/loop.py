@@ -112,11 +112,11 @@ class Loop:
                 doing(f"step {state.step + 1:,}")
                 self.recorder.begin_step()
                 batch = self.next_batch(batches)
+                if batch is None:  # a request to stop, before the batch was generated
+                    return self.stopped(state.stop.decide(self.world.sum(votes=state.stop.votes)))
                 sums, received = self.sum_batch(batch)
-                if received == StopRequest.BY_CALLBACK:
-                    return self.leave("stopped-early", reason=self.stop_reason())
                 if received is not None:
-                    return self.leave("stopped", signal=received)
+                    return self.stopped(received)
                 if not self.update(batch, sums):
                     return self.leave("non-finite")
                 self.after_update(state.step)
@@ -145,8 +145,8 @@ class Loop:
             self.validate(step)
         return self.state
 
-    def next_batch(self, batches: Iterator[Batch]) -> Batch:
-        """Returns this rank's sequences of the next global batch."""
+    def next_batch(self, batches: Iterator[Batch | None]) -> Batch | None:
+        """Returns this rank's sequences of the next global batch; None if a rollout was stopped."""
         try:
             batch = next(batches)
         except UserError as error:
@@ -170,6 +170,12 @@ class Loop:
             votes=stop.votes,
         )
         return BatchSums(weight, learned, int(learned_tokens), int(tokens)), stop.decide(votes)
+
+    def stopped(self, decision: int | None) -> Outcome:
+        """Ends the session after a decision to stop (see `StopRequest.decide`), and returns its outcome."""
+        if decision == StopRequest.BY_CALLBACK:
+            return self.leave("stopped-early", reason=self.stop_reason())
+        return self.leave("stopped", signal=decision)
 
     def stop_reason(self) -> str:
         """Returns the reason of the first rank on which a callback asked to stop."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -85,8 +85,14 @@ class Policy:
         self._filled = True
         self.engine.clear()
 
-    def generate(self, requests: Sequence[Request]) -> list[Generated]:
+    def generate(self, requests: Sequence[Request], stopping: Callable[[], bool]) -> list[Generated] | None:
         """Continues prompts. Each rank calls it with its own requests.
+
+        Args:
+            stopping: whether to stop early; it is called after each step of the engine.
+
+        Returns:
+            The new tokens of each prompt; None after an early stop.
 
         Raises:
             UserError: the logits are not finite.
@@ -94,6 +100,8 @@ class Policy:
         streams = [self.engine.submit(one.ids, one.sampling, copy=one.copy) for one in requests]
         while self.engine.step():
             alive()
+            if stopping():
+                return None
         found = []
         for stream in streams:
             if stream.error is not None:

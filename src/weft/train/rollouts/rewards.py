@@ -1,4 +1,4 @@
-"""Defines `Rewards`, which computes the rewards of completions with the user's functions."""
+"""Defines `Rewards`, which computes the rewards of completions with the user's functions and with reward models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from weft.config.rollout_rules import FUNCTION
 from weft.errors import UserError
+from weft.train.rollouts.reward_model import RewardModel
 from weft.train.rollouts.user_functions import UserFunction, wait_for, with_timeout
 
 GIVEN = ("prompts", "completions", "conversations")  # arguments beside the columns of the records
@@ -19,7 +21,7 @@ EACH = {"prompt": "prompts", "completion": "completions", "conversation": "conve
 
 
 class Rewards:
-    """The reward functions of a run.
+    """The reward functions and reward models of a run.
 
     A function has the arguments `prompts`, `completions` and any columns of the records by name, each a list with one
     entry per completion, and returns a list of numbers. A function with the arguments `prompt` and `completion` is
@@ -27,7 +29,7 @@ class Rewards:
     `conversation`) are the messages with the completion.
 
     Args:
-        weights: weight of each function by `module:function`.
+        weights: weight of each function by `module:function`, or of each reward model by path.
         timeout: maximum number of seconds of each function for the completions of a rollout.
         columns: the columns of the records.
         missing: for each column that some records lack, file and line of the first of these records.
@@ -46,7 +48,9 @@ class Rewards:
     ):
         if not weights:
             raise UserError("objective.reward: no function; name one as module:function")
-        self.functions = [UserFunction("reward", reference) for reference in weights]
+        self.functions = [
+            UserFunction("reward", one) if FUNCTION.fullmatch(one) else RewardModel(one) for one in weights
+        ]
         self.weights, self.timeout = list(weights.values()), timeout
         for reference, weight in weights.items():
             if not math.isfinite(weight):
@@ -56,20 +60,33 @@ class Rewards:
             f"{name}-{names[:n].count(name) + 1}" if name in names[:n] else name for n, name in enumerate(names)
         ]
         for function in self.functions:
-            _check_arguments(function, columns, missing or {})
+            if isinstance(function, UserFunction):
+                _check_arguments(function, columns, missing or {})
 
-    def __call__(self, arguments: Mapping[str, Sequence[Any]], places: Sequence[str]) -> torch.Tensor:
-        """Returns the rewards of each function, float64 `[functions, completions]`.
+    @property
+    def models(self) -> list[RewardModel]:
+        """The reward models."""
+        return [one for one in self.functions if isinstance(one, RewardModel)]
+
+    def __call__(
+        self, arguments: Mapping[str, Sequence[Any]], places: Sequence[str], scores: Sequence[Sequence[float]] = ()
+    ) -> torch.Tensor:
+        """Returns the rewards of each function and reward model, float64 `[functions, completions]`.
 
         Args:
             arguments: argument of the functions, as in `GIVEN`, or name of a column -> its value for each completion.
             places: description of each completion, for messages.
+            scores: the scores of each completion by the reward models.
 
         Raises:
             UserError: a function raises an exception, takes too long, or returns a wrong number of values or a value
                 that is not a finite number. The message names the function and the completion.
         """
-        found = [self._compute(function, arguments, places) for function in self.functions]
+        scored = iter(zip(*scores, strict=True))  # for each reward model, the scores of all completions
+        found = [
+            self._compute(function, arguments, places) if isinstance(function, UserFunction) else next(scored)
+            for function in self.functions
+        ]
         return torch.tensor(found, dtype=torch.float64).view(len(found), len(places))
 
     def _compute(
@@ -118,8 +135,9 @@ class Rewards:
 def _check_arguments(function: UserFunction, columns: Sequence[str], missing: Mapping[str, str]) -> None:
     """Raises UserError if the columns cannot give a function its arguments (`columns`, `missing`: see `Rewards`)."""
     given = EACH if calls_each(function) else GIVEN
-    for name in function.parameters:
-        if name in columns and name in (*given, *GIVEN):
+    taken = (*given, *GIVEN)
+    for name in (*function.parameters, *(taken if function.accepts_any else ())):
+        if name in columns and name in taken:
             raise function.error(f"has the argument {name!r}, which is also a column of the records; rename the column")
     for name in function.required:
         if name in given:

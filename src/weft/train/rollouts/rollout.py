@@ -27,6 +27,7 @@ class Completion(NamedTuple):
         truncated: whether the completion was cut off because it is too long.
         answers: texts of the model's messages.
         messages: the messages of the conversation, with the completion; for a prompt of text, empty.
+        scores: the score by each reward model.
     """
 
     ids: list[int]
@@ -35,6 +36,7 @@ class Completion(NamedTuple):
     truncated: bool
     answers: list[str]
     messages: list[dict[str, Any]]
+    scores: Sequence[float] = ()
 
     @property
     def new_tokens(self) -> int:
@@ -53,7 +55,8 @@ class Rollout:
         rollout_logprobs, old_logprobs: log-probability of each learned token, in the engine and in the trained model
             before the first update; float64 `[tokens]`, 0 for other tokens. `old_logprobs` is NaN until it is computed.
         lengths: number of tokens of each document, int64 `[documents]`.
-        advantage: float64 `[documents]`.
+        advantage: advantage of each document; its reward if the objective chooses documents by `choose`; float64
+            `[documents]`.
         truncated: whether each completion was cut off, float64 `[documents]`.
         metrics: the metrics of the rollout.
     """

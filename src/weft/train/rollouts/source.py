@@ -11,24 +11,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from weft.config.derive import sequence_length, split_batch
+from weft.config.derive import split_batch
 from weft.data.batches.batch import Batch
 from weft.data.batches.layout import Layout
 from weft.data.batches.order import Epochs
-from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
 from weft.formatting import counted
 from weft.generation.rollouts import Rollouts
-from weft.generation.settings import Sampling
-from weft.observe.status import LONG, doing
 from weft.parallel.passes import Passes
-from weft.parallel.ranks import all_gather_object, distinct_values, error_on_all_ranks
+from weft.parallel.ranks import distinct_values, error_on_all_ranks
 from weft.train.callbacks import Callback, State
 from weft.train.job import Job
-from weft.train.rollouts.draft import Draft
-from weft.train.rollouts.policy import Policy, Request
-from weft.train.rollouts.prompts import RolloutPrompt, read_prompts
-from weft.train.rollouts.rewards import Rewards
+from weft.train.rollouts.generator import Generator
+from weft.train.rollouts.prompts import RolloutPrompt
 from weft.train.rollouts.rollout import (
     PER_DOCUMENT,
     PER_TOKEN,
@@ -37,11 +32,9 @@ from weft.train.rollouts.rollout import (
     Rollout,
     pack_documents,
 )
-from weft.train.rollouts.tools import Tools
 
 Show = Callable[[int, Sequence[str], Sequence[str]], None]
 EXAMPLES = 2  # completions per rollout that are shown
-QUANTILES = (0.1, 0.5, 0.9)
 
 
 class RolloutSource(Callback):
@@ -66,34 +59,10 @@ class RolloutSource(Callback):
         self.settings: Rollouts = settings
         self.updates: int = objective.updates_per_rollout
         self._check_objective()
-        assert config.tokenizer is not None
-        assert isinstance(config.data.train, str)
-        self.tokenizer = Tokenizer.load(config.tokenizer)
-        self.length, self.new_tokens = sequence_length(config), int(objective.max_new_tokens)
-        self.tools = Tools(settings.tools, settings.reward_timeout)
-        self.per_item = int(getattr(objective, "documents_per_item", 1))
-        room = self.length // self.per_item - self.new_tokens  # for a prompt
-        if room < 1:
-            of = "" if self.per_item == 1 else f", which must hold {self.per_item} completions with their prompts"
-            raise UserError(
-                f"objective.max_new_tokens: {self.new_tokens} new tokens leave no room for a prompt in sequences of "
-                f"{self.length} tokens{of}; lower the number, or raise data.sequence_length"
-            )
-        self.room = room
-        self.prompts = read_prompts(config.data.train, config.data, self.tokenizer, room, self.tools.schemas)
-        if settings.tools and self.prompts.conversation is None:
-            raise UserError("objective.tools: tools need prompts of messages, but all prompts are texts; remove tools")
-        self.rewards = Rewards(settings.weights, settings.reward_timeout, self.prompts.columns, self.prompts.missing)
+        self.generator = Generator(job, objective)
+        self.prompts, self.length = self.generator.prompts, self.generator.length
         self.order = Epochs(len(self.prompts.found), config.run.seed, shuffle=config.data.shuffle)
-        self.sampling = Sampling(
-            self.new_tokens,
-            objective.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            logprobs=0,
-            tempered_logprobs=True,
-        )
-        self.policy: Policy | None = None
+        self.reward_models: dict[str, str] = {}  # path -> digest
         self.rollout: Rollout | None = None
 
     def _check_objective(self) -> None:
@@ -113,10 +82,11 @@ class RolloutSource(Callback):
         """Raises UserError on all ranks if they have read different prompts. Warns of prompts that were dropped."""
         if len(distinct_values(self.prompts.digest)) > 1:
             raise error_on_all_ranks("data.train: the ranks have different prompts; give all the same files")
+        self.reward_models = {str(one.checkpoint): one.digest() for one in self.generator.rewards.models}
         dropped, data = self.prompts.dropped, self.job.config.data
         if dropped:
             total = counted(dropped + len(self.prompts.found), "prompt")
-            room = f"the {self.room:,} tokens that objective.max_new_tokens leaves of a sequence"
+            room = f"the {self.generator.room:,} tokens that objective.max_new_tokens leaves of a sequence"
             self.job.console.warning(
                 f"data.train: dropped {dropped:,} of {total}: longer than {room}; raise data.sequence_length"
             )
@@ -131,11 +101,15 @@ class RolloutSource(Callback):
             every: number of updates between examples; None: no examples.
         """
         self.passes, self.show, self.show_every = passes, show, every
+        self.generator.model = passes.model
 
     # ---- batches
 
-    def iterate(self, start: int, stop: int, workers: int = 0) -> Iterator[Batch]:
+    def iterate(self, start: int, stop: int, workers: int = 0) -> Iterator[Batch | None]:
         """Yields this rank's batches of updates `start` to `stop - 1`. Each must be used before the next is requested.
+
+        Yields None on all ranks, and ends, if a rank was asked to stop before a rollout was complete. Each rank that
+        was asked stops sampling after at most one step of the engine.
 
         Raises:
             UserError: on all ranks, if a reward function fails or the logits are not finite.
@@ -144,15 +118,18 @@ class RolloutSource(Callback):
             number = step // self.updates
             if self.rollout is None or self.rollout.number != number:
                 self.rollout = None  # frees memory
-                self.rollout = self._roll_out(number, step)
+                asked = bool(sum(self.job.world.sum(votes=[float(self._stopping())])))
+                self.rollout = None if asked else self._roll_out(number, step)
+                if self.rollout is None:
+                    yield None
+                    return
                 if "old_logprobs" in self.layout.fields:
                     self._compute_old_logprobs(self.rollout)
             yield self._of_rank(self._pack(self.rollout, step % self.updates % self.settings.minibatches))
 
-    def samples(self, step: int) -> np.ndarray:
-        """Returns the indices in the run (counted over all epochs) of the prompts in a step's rollout."""
-        first = step // self.updates * self.settings.prompts
-        return np.arange(first, first + self.settings.prompts, dtype=np.int64)
+    def _stopping(self) -> bool:
+        """Whether this rank was asked to stop, by a signal or a callback."""
+        return any(self.state.stop.votes)
 
     def micro_batch_size(self, batch: Batch) -> int:
         """Returns the number of sequences per forward pass, for this rank's sequences of a global batch."""
@@ -173,9 +150,15 @@ class RolloutSource(Callback):
         count = len(rollout.lengths) // self.settings.minibatches
         documents = range(minibatch * count, (minibatch + 1) * count)
         first = (rollout.number * self.settings.minibatches + minibatch) * count  # at least one document per sequence
-        padding = self.tokenizer.eod_id
+        padding, per_item = self.generator.tokenizer.eod_id, self.generator.per_item
         return pack_documents(
-            rollout, documents, self.length, self.layout, padding=padding, first_sample=first, per_item=self.per_item
+            rollout,
+            documents,
+            self.generator.length,
+            self.layout,
+            padding=padding,
+            first_sample=first,
+            per_item=per_item,
         )
 
     def _of_rank(self, packed: PackedDocuments) -> Batch:
@@ -203,30 +186,27 @@ class RolloutSource(Callback):
 
     # ---- rollouts
 
-    def _roll_out(self, number: int, step: int) -> Rollout:
-        """Generates the completions of a rollout, and computes their rewards and advantages. All ranks call it."""
-        began, world, settings = time.perf_counter(), self.job.world, self.settings
-        doing(f"step {step + 1:,}, generating a rollout", "rollout", LONG)
-        if self.policy is None:
-            stop_ids = {self.tokenizer.eod_id}
-            if self.prompts.conversation is not None:
-                stop_ids |= self.prompts.conversation.stop_ids
-            self.policy = Policy(self.job, self.passes.model, stop_ids)
-        self.policy.update()
-        chosen = self.order(np.arange(number * settings.prompts, (number + 1) * settings.prompts))
+    def _roll_out(self, number: int, step: int) -> Rollout | None:
+        """Generates the completions of a rollout, and computes their rewards and advantages. All ranks call it.
+
+        Returns:
+            The rollout; None on all ranks if any rank was asked to stop.
+        """
+        began, settings = time.perf_counter(), self.settings
+        first = number * settings.prompts
+        chosen = self.order(np.arange(first, first + settings.prompts))
         prompts = [self.prompts.found[int(index)] for index in chosen]
-        mine = np.array_split(np.arange(len(prompts) * settings.group), world.ranks)[world.rank].tolist()
-        done = world.agree(lambda: self._complete(number, prompts, mine))
-        completions = [one for part in all_gather_object(done) for one in part]
-        doing(f"step {step + 1:,}, computing rewards", "rewards", LONG + settings.reward_timeout)
-        each = world.agree(lambda: self._reward(prompts, completions).tolist(), only_first=True)
-        rewards = torch.tensor(each, dtype=torch.float64)  # [functions, completions]
-        total = torch.tensor(self.rewards.weights, dtype=torch.float64) @ rewards
-        groups = total.view(len(prompts), settings.group)
+        seeds = [self._seed(first + place) for place in range(len(prompts))]
+        sampling, task = self.generator.sampling, f"step {step + 1:,}"
+        found = self.generator.generate(prompts, seeds, settings.group, sampling, task=task, stopping=self._stopping)
+        if found is None:
+            return None
+        completions, _, groups = found
         rollout = Rollout.of(number, *self._select(completions, groups))
-        rollout.metrics = self._metrics(completions, rewards, groups)
+        rollout.metrics = self.generator.metrics(found)
+        rollout.metrics["equal_rewards"] = float((groups == groups[:, :1]).all(1).double().mean())
         rollout.metrics["rollout_seconds"] = time.perf_counter() - began
-        self._show(step, prompts, completions, total)
+        self._show(step, prompts, completions, groups.flatten())
         return rollout
 
     def _select(self, completions: list[Completion], rewards: torch.Tensor) -> tuple[list[Completion], torch.Tensor]:
@@ -245,59 +225,10 @@ class RolloutSource(Callback):
                 selected.append(one if distinct else one._replace(learned=[0] * len(one.ids)))
         return selected, rewards.gather(1, chosen)
 
-    def _complete(self, number: int, prompts: Sequence[RolloutPrompt], mine: Sequence[int]) -> list[Completion]:
-        """Generates this rank's completions.
-
-        Args:
-            number: index of the rollout in the run.
-            mine: indices of the completions among all completions of the rollout.
-        """
-        assert self.policy is not None
-        group, first = self.settings.group, number * self.settings.prompts
-        seeds = [self._seed(first + index // group) for index in mine]
-        drafts = [
-            Draft(prompts[index // group], seed, self.length // self.per_item, self.new_tokens)
-            for index, seed in zip(mine, seeds, strict=True)
-        ]
-        for turn in range(self.settings.max_turns):
-            active = [(index, draft) for index, draft in zip(mine, drafts, strict=True) if draft.active]
-            requests = [Request(draft.ids, draft.sampling(self.sampling), index % group) for index, draft in active]
-            for (_, draft), found in zip(active, self.policy.generate(requests), strict=True):
-                draft.add(found.ids, found.logprobs, found.complete, self.tokenizer)
-                if self.prompts.conversation is not None and turn + 1 < self.settings.max_turns:
-                    draft.call_tool(found.ids, self.tools, self.prompts.conversation)
-        return [draft.completion() for draft in drafts]
-
     def _seed(self, sample: int) -> int:
         """Returns the seed of the completions of a prompt, given the index of the prompt in the run."""
         key = f"{self.job.config.run.seed} rollout {sample}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
-
-    def _reward(self, prompts: Sequence[RolloutPrompt], completions: Sequence[Completion]) -> torch.Tensor:
-        """Returns the rewards of each function, `[functions, completions]`."""
-        group = self.settings.group
-        owners = [prompts[index // group] for index in range(len(completions))]
-        arguments: dict[str, list[Any]] = {
-            name: [owner.columns.get(name) for owner in owners] for name in self.prompts.columns
-        }
-        arguments["prompts"] = [owner.given for owner in owners]
-        arguments["completions"] = [one.answers[-1] for one in completions]
-        arguments["conversations"] = [one.messages for one in completions]
-        places = [f"completion {index % group + 1} of {owner.place}" for index, owner in enumerate(owners)]
-        return self.rewards(arguments, places)
-
-    def _metrics(
-        self, completions: Sequence[Completion], rewards: torch.Tensor, groups: torch.Tensor
-    ) -> dict[str, float]:
-        lengths = torch.tensor([one.new_tokens for one in completions], dtype=torch.float64)
-        found = {"reward": groups.mean(), "completion_length": lengths.mean()}
-        if len(rewards) > 1:
-            found |= {f"reward/{name}": row.mean() for name, row in zip(self.rewards.names, rewards, strict=True)}
-        for name, values in (("reward", groups.flatten()), ("completion_length", lengths)):
-            found |= {f"{name}_p{q * 100:.0f}": values.quantile(q) for q in QUANTILES}
-        found["truncated"] = torch.tensor([float(one.truncated) for one in completions]).mean()
-        found["equal_rewards"] = (groups == groups[:, :1]).all(1).double().mean()
-        return {name: float(value) for name, value in found.items()}
 
     def _show(
         self, step: int, prompts: Sequence[RolloutPrompt], completions: Sequence[Completion], rewards: torch.Tensor
@@ -324,17 +255,28 @@ class RolloutSource(Callback):
             state.log(self.rollout.metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the rollout of the next update, if updates have used it already."""
+        """Returns the rollout of the next update, if updates have used it already, and digests of reward models."""
         step, rollout = self.state.step, self.rollout
         unfinished = rollout is not None and step % self.updates and rollout.number == step // self.updates
-        return rollout.state_dict() | {"settings": self._numbers()} if unfinished and rollout is not None else {}
+        models = {"reward_models": self.reward_models} if self.reward_models else {}
+        if not unfinished or rollout is None:
+            return models
+        return rollout.state_dict() | {"settings": self._numbers()} | models
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the rollout that `state_dict` returned.
 
         Raises:
-            UserError: the rollout has other numbers of prompts, completions or updates than the run.
+            UserError: the rollout has other numbers of prompts, completions or updates than the run, or a reward model
+                has changed.
         """
+        before = state.get("reward_models", {})
+        for path, digest in self.reward_models.items():
+            if before.get(path, digest) != digest:
+                what = "this is not the reward model with which the run started"
+                raise UserError(f"objective.reward: {path}: {what}; restore it, or start another run")
+        if "number" not in state:
+            return
         numbers, saved = self._numbers(), state.get("settings", {})  # earlier versions saved no settings
         for name in saved:
             if saved[name] != numbers[name]:
