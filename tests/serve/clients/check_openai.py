@@ -195,7 +195,7 @@ def test_responses(client, server):
     assert events[-1].type == f"response.{answer.status}"
     assert events[-1].response.output_text == text == answer.output_text
     settings = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA, "strict": True}}
-    with client.responses.stream(model=server.model, input="hello", max_output_tokens=60, text=settings) as stream:
+    with client.responses.stream(model=server.model, input="hello", max_output_tokens=300, text=settings) as stream:
         assert json.loads(stream.get_final_response().output_text)["name"] in ("Kalo", "Ren")
 
 
