@@ -135,7 +135,7 @@ def test_keys_and_paths_are_checked_before_anything_is_read(raw_yaml, alpaca, tm
 
     (found,) = told(train=str(tiny_store), train_on="last")
     assert "demo.yaml:3: data.train_on: no effect, because a token store is packed already" in found
-    (found,) = told(train=str(tmp_path / "none.json"))
+    (found,) = told(train=str(tmp_path / "none.json"), chat_template="plain")
     assert "none.json: no such token store or file; check the path" in found
     (found,) = told(train=str(tmp_path / "*.nothing"))
     assert "no file matches this pattern" in found

@@ -22,9 +22,12 @@ TOKEN_FILES = (".bin", ".idx", ".pbin", ".npy", ".mds")
 
 def check_raw(draft: Draft) -> None:
     """Reports raw data that cannot be read or needs a tokenizer, and keys of raw data without raw data."""
-    raw, tokenizer = data_section(draft).raw, draft.get("tokenizer")
+    section, tokenizer = data_section(draft), draft.get("tokenizer")
+    raw = section.raw
     if not raw:
-        for name in RAW_KEYS if "data.train" in draft.values else ():
+        # A missing file, which is reported elsewhere, is probably raw data.
+        known = "data.train" in draft.values and all(map(os.path.exists, section.paths[0].values()))
+        for name in RAW_KEYS if known else ():
             if draft.get(f"data.{name}") is not None:
                 what = "no effect, because a token store is packed already, and a custom dataset has its own samples"
                 draft.report(f"data.{name}", f"{what}; remove the key, or set data.train to raw data")
