@@ -55,8 +55,17 @@ serve-check: $(STAMP) .venv-clients/.installed ## check the server with openai, 
 	@touch $@
 
 EXPORT_TOOLS := torchtitan
-export-check: $(STAMP) $(EXPORT_TOOLS:%=.venv-%/.installed) ## export all families to all targets, and run them with each target's own tool (ARGS="-k torch" for some)
-	@.venv/bin/python -m pytest -q -n 2 -m export -o faulthandler_timeout=1200 tests/export $(ARGS)
+# LLAMA names the Python of an existing environment with llama-cpp-python, whose build takes minutes.
+LLAMA ?= .venv-llama/bin/python
+export-check: $(STAMP) $(EXPORT_TOOLS:%=.venv-%/.installed) $(if $(filter .venv-llama/bin/python,$(LLAMA)),.venv-llama/.installed) ## export all families to all targets, and run them with each target's own tool (ARGS="-k torch" for some)
+	@WEFT_LLAMA_PYTHON=$(abspath $(LLAMA)) .venv/bin/python -m pytest -q -n 2 -m export -o faulthandler_timeout=1200 tests/export $(ARGS)
+
+.venv-llama/.installed: $(STAMP) tests/export/environments/llama-requirements.txt
+	@echo "Building llama-cpp-python in .venv-llama (once, about 6 minutes) ..."
+	@rm -f $@
+	@.venv/bin/python -m venv --clear .venv-llama
+	@.venv-llama/bin/python -m pip install -qq --disable-pip-version-check -r tests/export/environments/llama-requirements.txt
+	@touch $@
 
 # Of torch and the like, these tools get .venv's.
 $(EXPORT_TOOLS:%=.venv-%/.installed): .venv-%/.installed: $(STAMP) tests/export/environments/%-requirements.txt

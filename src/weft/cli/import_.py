@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-HELP = "convert a Hugging Face folder, or a checkpoint of Megatron-Core or torchtitan, to a checkpoint"
+HELP = "convert a Hugging Face folder, a GGUF file, or a checkpoint of Megatron-Core or torchtitan, to a checkpoint"
 GROUP = "use"
 ALLOW_PICKLE = (
     "read .bin files if a Hugging Face folder has no safetensors files. These are pickles, and loading a pickle can "
@@ -20,12 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "accept OUT like the checkpoint of a run. No remote code is run, and no pickle is read without --allow-pickle. "
         "`model: {from: HF_DIR}` in a run file reads a Hugging Face folder directly, without `weft import`. SRC can "
         "also be a distributed checkpoint (a folder with .metadata) of Megatron-Core (torch_dist) or of torchtitan: "
-        "its pickles are parsed without running anything that they name."
+        "its pickles are parsed without running anything that they name; or a GGUF file of llama.cpp, whose quantized "
+        "tensors are dequantized."
     )
     parser.add_argument(
         "source",
         metavar="SRC",
-        help="a Hugging Face folder, as save_pretrained writes or the Hub provides, or a distributed checkpoint",
+        help="a Hugging Face folder, as save_pretrained writes or the Hub provides, a GGUF file, or a distributed "
+        "checkpoint",
     )
     parser.add_argument("out", metavar="OUT", help="the folder to write")
     parser.add_argument("--dtype", help="dtype of the weights, such as bfloat16 (default: as saved)")

@@ -1,4 +1,4 @@
-"""`weft.import_model`, which converts a Hugging Face folder to a checkpoint, tensor by tensor."""
+"""`weft.import_model`, which converts a Hugging Face folder or a GGUF file to a checkpoint, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from weft.checkpoint.distributed.open_distributed import (
 from weft.checkpoint.huggingface import pickled
 from weft.checkpoint.huggingface.config_files import read_origin, tokenizer_warnings
 from weft.checkpoint.huggingface.folder import open_folder
+from weft.checkpoint.huggingface.import_gguf import import_gguf, is_gguf
 from weft.checkpoint.shard_files import write_checkpoint
 from weft.checkpoint.tensor_file import Entry
 from weft.checkpoint.tensors import MODEL_PREFIX
@@ -77,10 +78,12 @@ def import_model(
     'llama'
 
     Args:
-        source: a folder with config.json, safetensors and the tokenizer, as written by `save_pretrained`; or a
-            distributed checkpoint of Megatron-Core (`torch_dist`) or torchtitan.
+        source: a folder with config.json, safetensors and the tokenizer, as written by `save_pretrained`; a GGUF file,
+            whose quantized tensors are dequantized; or a distributed checkpoint of Megatron-Core (`torch_dist`) or
+            torchtitan.
         out: the folder to write. It appears only when it is complete.
-        dtype: dtype of the weights, such as "bfloat16". Default: the dtypes in the files.
+        dtype: dtype of the weights, such as "bfloat16". Default: the dtypes in the files; bfloat16 for tensors that are
+            quantized.
         allow_pickle: whether to read `.bin` files if the folder has no safetensors file. Only tensors are unpickled.
         mtp: whether to import multi-token prediction layers, too.
         config: for distributed checkpoints, config.json of the model, or a Hugging Face folder with config.json and the
@@ -96,6 +99,9 @@ def import_model(
     """
     source, out, kind = Path(source), Path(out), parse_dtype(dtype)
     console = console or Console(prints=False)
+    if is_gguf(source):
+        section, entries, number = import_gguf(source, out, kind, console)
+        return WrittenModel(section, len(entries), number, sum(entry.bytes for entry in entries))
     if (checkpoint := distributed_checkpoint(source)) is not None:
         return _import_distributed(open_distributed(checkpoint, source, config), out, kind, console)
     if config is not None:

@@ -88,7 +88,7 @@ def from_folder(file: Path, special: dict[str, int | None]) -> Imported:
     added = content["added_tokens"] = list(content.get("added_tokens") or [])
     new = {token: id for token, id in special.items() if token not in {entry["content"] for entry in added}}
     free = assign_ids({token: id for token, id in new.items() if token not in ids}, set(range(header.vocab_size)))
-    added += [_added_token(ids.get(token, free.get(token)), token, special=True) for token in new]
+    added += [added_token(ids.get(token, free.get(token)), token, special=True) for token in new]
     if isinstance(vocabulary, dict):
         vocabulary |= free  # so that the tokens keep their ids even if these leave gaps
     elif free and sorted(free.values()) != list(range(header.vocab_size, header.vocab_size + len(free))):
@@ -128,16 +128,16 @@ def from_sentencepiece(file: Path) -> Imported:
     if unknown is None:  # an empty file parses as a model without pieces
         raise UserError("not a SentencePiece model (the unknown piece is missing); check the path", file)
     added = [
-        _added_token(id, piece.piece, special=piece.type != piece.USER_DEFINED)
+        added_token(id, piece.piece, special=piece.type != piece.USER_DEFINED)
         for id, piece in enumerate(model.pieces)
         if piece.type in (piece.CONTROL, piece.USER_DEFINED, piece.UNKNOWN)
     ]
-    decoders: list[dict[str, Any]] = [_replace({"String": "▁"}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    decoders: list[dict[str, Any]] = [replace_step({"String": "▁"}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     if rules.add_dummy_prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     normalizer = {"type": "Sequence", "normalizers": _normalizers(rules)}
     decoder = {"type": "Sequence", "decoders": decoders}
-    content = _content(_sentencepiece_model(model, unknown), added, normalizer, None, decoder)
+    content = tokenizer_content(_sentencepiece_model(model, unknown), added, normalizer, None, decoder)
     kind = f"a SentencePiece {'BPE' if spec.model_type == spec.BPE else 'unigram'} model"
     eod = processor.id_to_piece(processor.eos_id()) if processor.eos_id() >= 0 else None
     return Imported(content, kind, eod, "sentencepiece", lambda text: processor.encode(text))
@@ -150,12 +150,12 @@ def _normalizers(rules: Any) -> list[dict[str, Any]]:
         charsmap = base64.b64encode(rules.precompiled_charsmap).decode()
         steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
     if rules.remove_extra_whitespaces:
-        steps += [_replace({"Regex": r"\A +"}, ""), _replace({"Regex": " {2,}"}, " ")]
+        steps += [replace_step({"Regex": r"\A +"}, ""), replace_step({"Regex": " {2,}"}, " ")]
     if rules.add_dummy_prefix:
         steps.append({"type": "Prepend", "prepend": "▁"})
-    steps.append(_replace({"String": " "}, "▁"))
+    steps.append(replace_step({"String": " "}, "▁"))
     if rules.remove_extra_whitespaces:
-        steps.append(_replace({"Regex": r"▁+\z"}, ""))
+        steps.append(replace_step({"Regex": r"▁+\z"}, ""))
     return steps
 
 
@@ -175,7 +175,7 @@ def _sentencepiece_model(model: Any, unknown: int) -> dict[str, Any]:
         if piece.type in (piece.NORMAL, piece.USER_DEFINED)
     }
     vocabulary = {piece: id for id, (piece, _) in enumerate(pieces)}
-    return _bpe(vocabulary, ranks, unk_token=pieces[unknown][0], fuse_unk=True, byte_fallback=spec.byte_fallback)
+    return bpe_model(vocabulary, ranks, unk_token=pieces[unknown][0], fuse_unk=True, byte_fallback=spec.byte_fallback)
 
 
 def from_tiktoken(file: Path, pattern: str, special: dict[str, int | None]) -> Imported:
@@ -215,15 +215,15 @@ def from_tiktoken(file: Path, pattern: str, special: dict[str, int | None]) -> I
     except ValueError as error:
         raise UserError(f"--pattern: {error}; give a regex, or one of {', '.join(PATTERNS)}") from None
     words = {spell_bytes(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])}
-    model = _bpe(
+    model = bpe_model(
         words | specials,  # so that special tokens keep their ids even if these leave gaps
         {token: (rank, 0) for token, rank in words.items()},
         ignore_merges=True,  # tiktoken first looks up the complete word
     )
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    added = [_added_token(id, token, special=True) for token, id in specials.items()]
-    content = _content(model, added, None, {"type": "Sequence", "pretokenizers": [split, level]}, level)
+    added = [added_token(id, token, special=True) for token, id in specials.items()]
+    content = tokenizer_content(model, added, None, {"type": "Sequence", "pretokenizers": [split, level]}, level)
     return Imported(
         content, "tiktoken ranks", None, "tiktoken", lambda text: encoding.encode(text, allowed_special="all")
     )
@@ -266,7 +266,7 @@ def compare_ids(imported: Imported, texts: Iterable[str]) -> tuple[list[str], in
     return differing, len(compared)
 
 
-def _bpe(vocabulary: dict[str, int], ranks: dict[str, tuple[float, int]], **options: Any) -> dict[str, Any]:
+def bpe_model(vocabulary: dict[str, int], ranks: dict[str, tuple[float, int]], **options: Any) -> dict[str, Any]:
     """Returns the BPE `model` of a tokenizer.json.
 
     The merges are all pairs of tokens that form a token, sorted by the rank of the formed token. Pairs that form the
@@ -296,16 +296,16 @@ def _bpe(vocabulary: dict[str, int], ranks: dict[str, tuple[float, int]], **opti
     }
 
 
-def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+def replace_step(pattern: dict[str, str], content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
-def _added_token(id: int | None, content: str, *, special: bool) -> dict[str, Any]:
+def added_token(id: int | None, content: str, *, special: bool) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": id, "content": content, **flags, "special": special}
 
 
-def _content(
+def tokenizer_content(
     model: dict[str, Any], added: Sequence[dict[str, Any]], normalizer: Any, pre_tokenizer: Any, decoder: Any
 ) -> dict[str, Any]:
     return {

@@ -1,0 +1,154 @@
+"""Converts a GGUF file to a checkpoint."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.checkpoint import checkpoint_files as files
+from weft.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from weft.checkpoint.gguf.library import gguf_library
+from weft.checkpoint.gguf.metadata import read_section
+from weft.checkpoint.gguf.rope import FREQS, LONG, SHORT
+from weft.checkpoint.gguf.tensors import OUTPUT, layout, tensor_names
+from weft.checkpoint.gguf.tokenizer_json import write_tokenizer
+from weft.checkpoint.huggingface.config_files import tokenizer_warnings
+from weft.checkpoint.shard_files import write_checkpoint
+from weft.checkpoint.tensor_file import Entry
+from weft.checkpoint.tensors import MODEL_PREFIX
+from weft.config.model import ModelSection
+from weft.errors import UserError
+from weft.formatting import counted
+from weft.models.decoder import Decoder
+from weft.models.huggingface_weights import saved_dtype, saved_tensors
+from weft.observe.console import Console
+
+SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_FACTORS = (FREQS, LONG, SHORT)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, by its suffix or its first bytes."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return path.suffix == SUFFIX or file.read(4) == _MAGIC
+
+
+def import_gguf(
+    source: Path, out: Path, dtype: torch.dtype | None, console: Console
+) -> tuple[ModelSection, list[Entry], int]:
+    """Converts a GGUF file to a checkpoint. Quantized tensors are dequantized.
+
+    Args:
+        dtype: dtype of the weights. Default: the dtypes in the file, and bfloat16 for quantized tensors.
+
+    Returns:
+        The model's section, its tensors, and the number of files.
+
+    Raises:
+        UserError: the file is damaged, or its architecture or tokenizer is not supported.
+    """
+    metadata, stored = _read(source)
+    try:
+        return _convert(source, out, metadata, stored, dtype, console)
+    except UserError as error:
+        raise UserError(error.what, error.where or source) from None
+
+
+def _read(source: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the metadata and the tensors of a GGUF file."""
+    gguf = gguf_library()
+    try:
+        reader = gguf.GGUFReader(source)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        raise UserError(f"not a GGUF file, or damaged ({error}); download the file again", source) from None
+    if metadata.get("general.type", "model") != "model":
+        raise UserError(f"this file has a GGUF {metadata['general.type']}, not a model", source)
+    if metadata.get("split.count", 0) > 1:
+        raise UserError("a part of a split file; merge the parts with llama.cpp's llama-gguf-split --merge", source)
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in reversed(tensor.shape))
+
+
+def _values(tensor: Any) -> torch.Tensor:
+    """Returns a tensor of the file, dequantized, in at least float32."""
+    values = gguf_library().quants.dequantize(tensor.data, tensor.tensor_type)
+    return torch.from_numpy(values.copy()).reshape(_shape(tensor))
+
+
+def _convert(
+    source: Path,
+    out: Path,
+    metadata: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    console: Console,
+) -> tuple[ModelSection, list[Entry], int]:
+    if "token_embd.weight" not in stored:
+        raise UserError("the tensor token_embd.weight is missing; download the file again")
+    factors = {name: _values(stored[name]) for name in _FACTORS if name in stored}
+    section = read_section(metadata, stored, _shape(stored["token_embd.weight"])[0], factors)
+    entries = _entries(section, ARCHITECTURES[section.family], stored, dtype)
+    quantized = sum(one.tensor_type.name not in _DTYPES for one in stored.values())
+    warnings = []
+    if quantized and dtype is None:
+        warnings.append(f"{counted(quantized, 'tensor is', 'tensors are')} quantized and will be read as bfloat16")
+    contents = {files.MODEL: section.model_dump(mode="json", by_alias=True)}
+    with tempfile.TemporaryDirectory() as made:
+        folder = None
+        if metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab"):
+            folder = Path(made)
+            write_tokenizer(metadata, folder)
+        warnings += tokenizer_warnings(folder, section, {})
+        warnings = [f"{source}: {warning}" for warning in warnings]
+        number = write_checkpoint(out, entries, contents, folder, warnings, "importing", console)
+    return section, entries, number
+
+
+def _entries(
+    section: ModelSection, kind: Architecture, stored: Mapping[str, Any], dtype: torch.dtype | None
+) -> list[Entry]:
+    """Returns the tensors of Weft's model, which are read from the file when they are written.
+
+    Raises:
+        UserError: the tensors of the file are not those of the model.
+    """
+    with torch.device("meta"):
+        shapes = {name: tuple(one.shape) for name, one in saved_tensors(Decoder(section)).items()}
+    names = tensor_names(section, kind)
+    if missing := names.keys() - stored.keys():
+        raise UserError(f"the tensor {min(missing)} is missing; download the file again")
+    if unknown := stored.keys() - names.keys() - {*_FACTORS}:
+        raise UserError(f"the tensor {min(unknown)} is not part of architecture {kind.name}, as Weft knows it")
+    entries = []
+    for name, ours in names.items():
+        if name == OUTPUT and section.tie_word_embeddings:
+            continue
+        start, tensor = 0, stored[name]
+        rows = sum(shapes[one][0] for one in ours)
+        if _shape(tensor) != (rows, *shapes[ours[0]][1:]):
+            expected = [rows, *shapes[ours[0]][1:]]
+            raise UserError(f"{name} has the shape {list(_shape(tensor))}, but the metadata describe {expected}")
+        saved = _DTYPES.get(tensor.tensor_type.name, torch.bfloat16)
+        for one in ours:
+            end = start + shapes[one][0]
+            read = partial(_read_rows, section, kind, one, tensor, start, end)
+            entries.append(Entry(MODEL_PREFIX + one, saved_dtype(one, dtype, saved), shapes[one], read))
+            start = end
+    return entries
+
+
+def _read_rows(section: ModelSection, kind: Architecture, name: str, tensor: Any, start: int, end: int) -> torch.Tensor:
+    return layout(section, kind, name, _values(tensor)[start:end], back=True)
