@@ -4,8 +4,8 @@
 
 A Llama of the size of the model of `weft quickstart` is trained on Python's standard library. `weft export` writes it
 in each type. llama.cpp computes the logits of windows of held-out files with keys and values in float32; the second
-half of each window counts. Needs an environment with llama-cpp-python (`make export-check` builds it). Writes a table (.md) and
-all numbers (.json) into benchmarks/results.
+half of each window counts. Needs an environment with llama-cpp-python (`make export-check` builds it). Writes a
+table (.md) and all numbers (.json) into benchmarks/results.
 """
 
 import argparse
