@@ -54,7 +54,7 @@ serve-check: $(STAMP) .venv-clients/.installed ## check the server with openai, 
 	@.venv-clients/bin/python -m pip install -qq --disable-pip-version-check --only-binary :all: -r $<
 	@touch $@
 
-EXPORT_TOOLS := torchtitan
+EXPORT_TOOLS := torchtitan stablehlo tvm executorch
 # LLAMA names the Python of an existing environment with llama-cpp-python, whose build takes minutes.
 LLAMA ?= .venv-llama/bin/python
 export-check: $(STAMP) $(EXPORT_TOOLS:%=.venv-%/.installed) $(if $(filter .venv-llama/bin/python,$(LLAMA)),.venv-llama/.installed) ## export all families to all targets, and run them with each target's own tool (ARGS="-k torch" for some)

@@ -125,9 +125,15 @@ class DecoderGraph(nn.Module):
             pair = [(1, config.mla.kv_lora_rank), (1, config.mla.qk_rope_head_dim)]
         return pair * config.num_hidden_layers
 
-    def dynamic_shapes(self) -> Any:
-        """Returns the `dynamic_shapes` of `torch.export.export`: batch, seq and past, which can be 0."""
-        batch, seq, past = (torch.export.Dim(name, min=low) for name, low in (("batch", 1), ("seq", 1), ("past", 0)))
+    def dynamic_shapes(self, largest: Sizes | None = None) -> Any:
+        """Returns the `dynamic_shapes` of `torch.export.export`: batch, seq and past, which can be 0.
+
+        Args:
+            largest: the only batch, and the largest seq and past. Default: no limit.
+        """
+        batch = torch.export.Dim("batch", min=1) if largest is None else torch.export.Dim.STATIC
+        seq = torch.export.Dim("seq", min=1, max=largest and largest.seq)
+        past = torch.export.Dim("past", min=0, max=largest and largest.past)
         return {0: batch, 1: seq}, {0: batch, 1: seq}, ({0: batch, 2: past},) * len(self.cache_shapes())
 
     def inputs(self, sizes: Sizes = EXAMPLE, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -187,20 +193,20 @@ class GraphSource:
         """The size of the weights."""
         return sum(parameter.nbytes for parameter in self.module.parameters())
 
-    def capture(self, sizes: Sizes | None = None) -> torch.export.ExportedProgram:
+    def capture(self, sizes: Sizes | None = None, *, largest: Sizes | None = None) -> torch.export.ExportedProgram:
         """Captures the graph. Weights are parameters of the program.
 
         Args:
             sizes: sizes of the only calls that are possible. Default: batch, seq and past are dynamic.
+            largest: the only batch, and the largest seq and past, for targets that plan memory. Default: no limit.
 
         Raises:
             UserError: `torch.export` cannot capture a custom component.
         """
-        shapes = self.module.dynamic_shapes() if sizes is None else None
+        shapes = self.module.dynamic_shapes(largest) if sizes is None else None
+        example = sizes or (EXAMPLE if largest is None else EXAMPLE._replace(batch=largest.batch))
         try:
-            program = torch.export.export(
-                self.module, self.module.inputs(sizes or EXAMPLE), dynamic_shapes=shapes, strict=False
-            )
+            program = torch.export.export(self.module, self.module.inputs(example), dynamic_shapes=shapes, strict=False)
         except Exception as error:
             custom = [f"{key}: {value}" for key in _CUSTOM if ":" in (value := getattr(self.section, key))]
             if not custom:
