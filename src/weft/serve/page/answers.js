@@ -7,7 +7,8 @@ const SAVE_EVERY = 1000; // milliseconds
 
 /** Returns the body of the request for an answer to `question`. */
 export function requestBody(asked, question, model) {
-  const body = { model, messages: requestMessages(asked, question) };
+  // Before the list of models has arrived, the server chooses: its first model.
+  const body = { ...(model && { model }), messages: requestMessages(asked, question) };
   for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
     if (typeof asked.settings[name] === "number") body[name] = asked.settings[name];
   }
