@@ -141,6 +141,8 @@ def test_a_full_queue(serve):
         for caller in callers:
             await caller.task
         assert (await client.post(TEXT, json={"prompt": "a", "n": 4})).status_code == 200
+        never = await client.post(TEXT, json={"prompt": "a", "n": 6})
+        assert (never.status_code, never.json()["error"]["code"]) == (400, "too_many_choices")
 
     serve(test, max_batch=2, max_waiting=3)
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
 from weft.errors import UserError
@@ -62,7 +63,7 @@ class ServedModel:
         self.worker = EngineWorker(engine, engine.max_batch + max_waiting, sharded=sharded)
         self.adapters: dict[str, ServedAdapter] = {}
         self.created = int(time.time())
-        self._frames: dict[str | None, tuple[str, str, str]] = {}
+        self._frames: WeakKeyDictionary[ChatFormat, tuple[str, str, str]] = WeakKeyDictionary()
 
     @cached_property
     def window(self) -> int | None:
@@ -116,8 +117,7 @@ class ServedModel:
         if tools or variables:
             frame = chat.frame(question, tools, variables)
         else:
-            key = None if chat is self.chat else adapter and adapter.name
-            frame = self._frames.get(key) or self._frames.setdefault(key, chat.frame(question))
+            frame = self._frames.get(chat) or self._frames.setdefault(chat, chat.frame(question))
         return chat.prompt(messages, frame, tools, variables)
 
     @asynccontextmanager
@@ -125,8 +125,11 @@ class ServedModel:
         """Context in which a request occupies places in the queue.
 
         Raises:
-            ApiError: the queue is full.
+            ApiError: the queue is full, or too small.
         """
+        if sequences > self.worker.max_open:
+            what = f"{sequences} choices were requested, but the server's queue has {self.worker.max_open} places"
+            raise ApiError(400, "too_many_choices", f"{what}; send several requests", "n")
         try:
             self.worker.reserve(sequences)
         except Busy:
