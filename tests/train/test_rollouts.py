@@ -118,3 +118,13 @@ def test_documents_are_packed_with_their_values_at_each_label():
         float(n + 1): (documents[n].ids, [float(x) for x in documents[n].learned[1:]]) for n in range(1, 5)
     }
     assert batch.weight.sum() == sum(sum(documents[n].learned) for n in range(1, 5))
+
+
+def test_an_update_that_is_not_finite_is_reported_with_the_prompts_of_its_rollout(run_yaml, capsys):
+    several = {"updates_per_rollout": 2}
+    huge = settings(several, training={"steps": 4}, optimizer={"lr": 1e30})
+    assert train(run_yaml(**huge)) == 1
+    said = capsys.readouterr().err
+    prompts = huge["objective"]["prompts"]
+    assert f"samples of this batch: 0 to {prompts - 1}" in said
+    assert "step 2" in said

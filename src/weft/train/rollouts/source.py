@@ -131,6 +131,11 @@ class RolloutSource(Callback):
         """Whether this rank was asked to stop, by a signal or a callback."""
         return any(self.state.stop.votes)
 
+    def samples(self, step: int) -> np.ndarray:
+        """Returns the indices in the run (counted over all epochs) of the prompts in a step's rollout."""
+        first = step // self.updates * self.settings.prompts
+        return np.arange(first, first + self.settings.prompts, dtype=np.int64)
+
     def micro_batch_size(self, batch: Batch) -> int:
         """Returns the number of sequences per forward pass, for this rank's sequences of a global batch."""
         return self._split(len(batch.tokens))[1]
@@ -193,10 +198,9 @@ class RolloutSource(Callback):
             The rollout; None on all ranks if any rank was asked to stop.
         """
         began, settings = time.perf_counter(), self.settings
-        first = number * settings.prompts
-        chosen = self.order(np.arange(first, first + settings.prompts))
-        prompts = [self.prompts.found[int(index)] for index in chosen]
-        seeds = [self._seed(first + place) for place in range(len(prompts))]
+        samples = self.samples(number * self.updates)
+        prompts = [self.prompts.found[int(index)] for index in self.order(samples)]
+        seeds = [self._seed(int(sample)) for sample in samples]
         sampling, task = self.generator.sampling, f"step {step + 1:,}"
         found = self.generator.generate(prompts, seeds, settings.group, sampling, task=task, stopping=self._stopping)
         if found is None:
