@@ -31,6 +31,7 @@ LARGE_FUNCTIONS = {
     "data/packing/pack.py: pack": "public: the options of `weft data pack`",
     "kernels/masks.py: attention_mask": "each is a fact about layers that chooses the form of their mask",
     "models/decoder.py: forward": "each is an input of an objective or of generation",
+    "objectives/distill.py: __init__": "each is a key of `objective:`",
     "objectives/grpo.py: __init__": "each is a key of `objective:`",
     "objectives/online_dpo.py: __init__": "each is a key of `objective:`",
     "optim/muon.py: __init__": "each is a key of `optimizer:`",

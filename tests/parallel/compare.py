@@ -42,7 +42,16 @@ class Run:
         """What was written down of the steps and does not depend on time; 0 where a step has none."""
         lines = list(map(json.loads, (self.path / "metrics.jsonl").read_text().splitlines()))
         names = ("step", "loss", "validation_loss", "expert_load", "dropped", "learned_tokens", "grad_norm", "kept")
-        names += ("mtp_loss", "margin", "accuracy", "kl", "validation_margin", "validation_accuracy", "validation_kl")
+        names += (
+            "mtp_loss",
+            "hidden_loss",
+            "margin",
+            "accuracy",
+            "kl",
+            "validation_margin",
+            "validation_accuracy",
+            "validation_kl",
+        )
         return {name: np.array([line.get(name, 0.0) for line in lines]) for name in names}
 
     @cached_property

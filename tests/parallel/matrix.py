@@ -166,6 +166,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "distill_full": _way(8, 2, masked=True) | {"objective": _DISTILL | {"loss": "jsd", "beta": 0.3}},
     "distill_lora": _way(8, 1)
     | {"objective": _DISTILL | {"loss": "reverse", "top_k": 300}, "adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
+    # Hidden states of another size; a pipeline has them in other stages.
+    "distill_hidden": _way(7, 2, masked=True, model={"hidden_size": 48}, activation_checkpointing="full")
+    | {"objective": _DISTILL | {"top_k": 20, "hidden_weight": 0.5, "hidden_layers": [[-1, 4], [2, 1], [0, 0]]}},
     # Pairs of answers, of which a padding row has none; the KL of kto is that of the whole batch.
     "dpo": _way(7, 2) | _items("dpo", beta=0.5, sft_weight=0.1),
     "dpo_lora": _way(8, 1) | _items("dpo", loss="ipo") | {"adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
@@ -324,7 +327,13 @@ def matrix() -> list[Case]:
     """All cases: every model on every mesh; every family and every way of training on a few."""
     cases = [Case(model, plain(mesh), mesh) for mesh in MESHES for model in MODELS]
     ways = [way for way in WAYS if not way.startswith("compiled")]
-    cases += [Case(model, way, mesh) for mesh in CHOSEN for way in ways for model in ("gqa", "moe")]
+    cases += [
+        Case(model, way, mesh)
+        for mesh in CHOSEN
+        for way in ways
+        for model in ("gqa", "moe")
+        if "pp" not in mesh or "hidden" not in way
+    ]
     cases += [Case(model, "everything", mesh) for mesh in CHOSEN for model in ("dense", "tied")]
     cases += [Case(model, "plain", mesh) for mesh in CHOSEN for model in FAMILIES]
     cases += [Case("tied", "frozen", mesh) for mesh in SCHEDULES]
@@ -369,6 +378,7 @@ SAMPLE = [
     Case("tied", "distill", {"pp": 2, "dp_shard": 2, "tp": 2}),
     Case("moe", "distill_full", {"cp": 2, "tp": 2, "ep": 2}),
     Case("dense", "distill_lora", {"pp": 2, "cp": 2}),
+    Case("dense", "distill_hidden", {"cp": 2, "tp": 2}),
     Case("moe", "qlora", {"dp_shard": 2, "tp": 2, "ep": 2}),
     Case("tied", "kept", {"pp": 2, "tp": 2}),
     Case("gqa", "kept_lora", {"pp": 2, "cp": 2}),

@@ -22,6 +22,7 @@ from weft.checkpoint.tensors import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     empty_state,
+    is_projection,
     layer_number,
     model_tensors,
     optimizer_parameters,
@@ -279,8 +280,13 @@ def _match_model(
 
 
 def _is_extra(name: str, checkpoint: Path, model: nn.Module) -> bool:
-    """Whether a saved tensor belongs to a multi-token prediction layer that the model does not have."""
-    if not isinstance(model, Decoder) or (layer := layer_number(name)) < model.config.all_layers:
+    """Whether a saved tensor is one of training only that the model does not have.
+
+    These are projections of hidden states, and multi-token prediction layers.
+    """
+    if not isinstance(model, Decoder) or is_projection(name):
+        return isinstance(model, Decoder)
+    if (layer := layer_number(name)) < model.config.all_layers:
         return False
     saved = architecture(checkpoint)
     return isinstance(saved, ModelSection) and model.config.num_hidden_layers == saved.num_hidden_layers <= layer

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.load import architecture
-from weft.checkpoint.tensors import layer_number
+from weft.checkpoint.tensors import is_projection, layer_number
 from weft.config.huggingface_config import checked_model
 from weft.config.model import ModelSection
 from weft.families.config_json import is_huggingface, read_config
@@ -23,15 +23,18 @@ def without_prediction_layers(section: Any) -> Any:
     return section.model_copy(update={"num_nextn_predict_layers": 0})
 
 
-def new_parts(section: Any, checkpoint: Path) -> tuple[Callable[[str], bool] | None, list[str]]:
+def new_parts(
+    section: Any, checkpoint: Path, *, projects: bool = False
+) -> tuple[Callable[[str], bool] | None, list[str]]:
     """Finds the parts of a run's model that the checkpoint in `model.from` lacks. They keep their initial values.
 
-    These are the head `score`, in place of which the output head of the checkpoint is not loaded, and multi-token
-    prediction layers.
+    These are the head `score`, in place of which the output head of the checkpoint is not loaded, multi-token
+    prediction layers, and projections of hidden states, which are new in each run.
 
     Args:
         section: the `model` section of the run.
         checkpoint: a path that `resolve` returned.
+        projects: whether the model has projections of hidden states.
 
     Returns:
         `select` for `load`, None if the model has no new part; and a message for each new part, beginning with its key.
@@ -47,9 +50,9 @@ def new_parts(section: Any, checkpoint: Path) -> tuple[Callable[[str], bool] | N
         found.append(f"model.num_nextn_predict_layers: {{}} lacks layers; {what} new initial weights")
 
     def select(name: str) -> bool:
-        return name not in heads and layer_number(name) < first
+        return name not in heads and layer_number(name) < first and not is_projection(name)
 
-    return (select if found else None), found
+    return (select if found or projects else None), found
 
 
 def _prediction_layers(saved: ModelSection, checkpoint: Path) -> int:

@@ -39,6 +39,11 @@ def layer_number(name: str) -> int:
     return int(found[1]) if found else -1
 
 
+def is_projection(name: str) -> bool:
+    """Whether a tensor is a projection of hidden states, which only the run that trains it uses."""
+    return name.startswith("projections.")
+
+
 def model_tensors(model: nn.Module) -> dict[str, tuple[Tensor, list[str]]]:
     """Returns a model's parameters and persistent buffers: first name -> (tensor, all names of the tensor).
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from weft.models.layers.custom import custom_component
 from weft.models.layers.dropout import Dropout
 from weft.models.layers.norm import make_norm
 from weft.models.layers.position import rotary_embeddings
+
+HiddenFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Decoder(nn.Module):
@@ -54,6 +56,9 @@ class Decoder(nn.Module):
         self.map_logits: Callable[..., torch.Tensor] = map_logits
         self.logits: Callable[..., torch.Tensor] = F.linear
         self.select = select
+        self.gather_tokens: Callable[[torch.Tensor], torch.Tensor] = unchanged
+        # Of hidden states, by the number of the state; `parallel/` adds them for objectives that need them.
+        self.projections = nn.ModuleDict()
         self.heads = slice(None)  # the attention heads that this rank computes; set by `parallel/`
         # Set for pipeline stages: whether this stage has the embedding and the head, and the dtype of its computation.
         # Layers that belong to other stages are None.
@@ -77,6 +82,7 @@ class Decoder(nn.Module):
         temperature: float = 1.0,
         next_tokens: torch.Tensor | None = None,
         next_labels: torch.Tensor | None = None,
+        hidden_functions: Mapping[int, HiddenFunction] | None = None,
     ) -> torch.Tensor:
         """Runs the model.
 
@@ -101,6 +107,11 @@ class Decoder(nn.Module):
             next_tokens: for each multi-token prediction layer k, counted from 1, the k-th token after each token,
                 `[batch, seq, layers]`. If given, the layers run; requires `labels` and `next_labels`.
             next_labels: the label of each of `next_tokens`, `[batch, seq, layers]`.
+            hidden_functions: number of a hidden state -> function of it, `[batch, seq, hidden]` -> `[batch, seq,
+                values]`. State 0 is the input of the first layer, N the output of layer N (counted from 1), and the
+                last is after the final norm, as in Transformers; negative numbers count from the last. If
+                `projections` has the number, the function gets the projected state. The values are appended to the
+                outputs, in the order of the states: `[batch, seq, outputs + values]`.
 
         Returns:
             Logits `[batch, seq, vocab]`; with `labels`, the labels' log-probabilities `[batch, seq]`, in nats, computed
@@ -111,13 +122,14 @@ class Decoder(nn.Module):
             `[batch, seq, hidden]`.
         """
         x, arguments = self._layer_inputs(tokens, positions, segments, cache, loss_weights, lengths)
-        x = self._run_layers(x, arguments)
+        values: list[torch.Tensor] = []
+        x = self._run_layers(x, arguments, self._observer(hidden_functions, values) if hidden_functions else None)
         if not self.ends:
             return x
         out = self.outputs(x, labels, logits_to_keep, logits_function, temperature)
-        if next_tokens is None or next_labels is None:
-            return out
-        return self._with_predictions(out, x, arguments, next_tokens, next_labels)
+        if next_tokens is not None and next_labels is not None:
+            out = self._with_predictions(out, x, arguments, next_tokens, next_labels)
+        return torch.cat((out.unsqueeze(-1) if out.dim() == 2 else out, *values), -1) if values else out
 
     def residual_stream(
         self,
@@ -156,12 +168,34 @@ class Decoder(nn.Module):
         kinds = [(config.slides(layer), config.rotates(layer)) for layer in range(config.all_layers)]
         return x, [(rotary[s] if rotates else None, masks[s], cache, loss_weights) for s, rotates in kinds]
 
-    def _run_layers(self, x: torch.Tensor, arguments: list[tuple]) -> torch.Tensor:
-        """Runs the layers, without multi-token prediction layers."""
+    def _run_layers(
+        self, x: torch.Tensor, arguments: list[tuple], observe: Callable[[int, torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
+        """Runs the layers, without multi-token prediction layers. Calls `observe` with the number of each state."""
         for number, layer in enumerate(self.layers):
             if layer is not None and number < self.config.num_hidden_layers:
+                if observe is not None:
+                    observe(number, x)
                 x = layer(x, *arguments[number])
+        if observe is not None:
+            observe(self.config.num_hidden_layers, self.norm(x))
         return x
+
+    def _observer(
+        self, functions: Mapping[int, HiddenFunction], values: list[torch.Tensor]
+    ) -> Callable[[int, torch.Tensor], None]:
+        """Returns a function that appends to `values` what `functions` return for a hidden state."""
+        states = self.config.num_hidden_layers + 1
+
+        def observe(number: int, state: torch.Tensor) -> None:
+            chosen = [function for given, function in functions.items() if given % states == number]
+            if chosen and str(number) in self.projections:
+                projection: Any = self.projections[str(number)]
+                state = projection(state.to(projection.weight.dtype))
+            found = [function(self.gather_tokens(state)) for function in chosen]
+            values.extend(one for one in found if one.shape[-1])
+
+        return observe
 
     def _with_predictions(
         self,
@@ -277,6 +311,11 @@ class Decoder(nn.Module):
         )
         full = mask(sparse=self.pattern)
         return full, full if window is None else mask(sparse=window)
+
+
+def unchanged(x: torch.Tensor) -> torch.Tensor:
+    """Returns `x`, `[batch, seq, ...]`."""
+    return x
 
 
 def select(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,10 @@ class Distill(Objective):
     float64 runs), for chunks of tokens. The metrics have the means `cross_entropy` and `divergence`; the latter is
     without the factor.
 
+    With `hidden_weight`, hidden_weight * distance of hidden states is added, as in TinyBERT (Jiao et al., 2020). If the
+    sizes of the hidden states differ, the student's are multiplied by a matrix that is trained with the student. It is
+    in the run's checkpoints, but not in the model that is exported. The metric `hidden_loss` is the mean distance.
+
     Args:
         teacher: a run, a checkpoint or a Hugging Face folder, with the vocabulary of the student. The teacher is not
             trained, and is sharded over the mesh of the student.
@@ -40,6 +44,12 @@ class Distill(Objective):
         cache_teacher: whether the teacher's `top_k` log-probabilities are computed once for all sequences, before the
             training. They stay in the cache folder, with 8 k bytes per token, for further runs with the same data, also
             with another temperature. The teacher is not in memory in training. Not for custom datasets.
+        hidden_weight: weight of the distance of hidden states; 0: they are not compared. Not with `parallel.pp`.
+        hidden_layers: pairs [student's hidden state, teacher's hidden state], such as [[4, 8], [8, 16]]. The distances
+            of all pairs are averaged. State 0 is the embedding, N the output of layer N, and the last is after the
+            final norm, as in Transformers; -1 is the last. None: [[-1, -1]].
+        hidden_loss: distance of the states of a token. `mse`: mean of the squared differences; `cosine`: 1 - cosine of
+            the angle, which ignores lengths.
     """
 
     scalars = ("cross_entropy", "divergence")
@@ -54,6 +64,9 @@ class Distill(Objective):
         alpha: Annotated[float, Ge(0), Le(1)] = 0.0,
         beta: Annotated[float, Gt(0), Lt(1)] | None = None,
         cache_teacher: bool = False,
+        hidden_weight: Annotated[float, Ge(0)] = 0.0,
+        hidden_layers: list[list[int]] | None = None,
+        hidden_loss: Literal["mse", "cosine"] = "mse",
     ):
         if beta is not None and loss != "jsd":
             raise UserError(f"objective.beta: it is not used by loss: {loss}; remove it, or set loss: jsd")
@@ -61,6 +74,17 @@ class Distill(Objective):
             raise UserError(
                 "objective.cache_teacher: all probabilities of all tokens are too many; set top_k, such as 64"
             )
+        if cache_teacher and hidden_weight:
+            raise UserError(
+                "objective.cache_teacher: the teacher's hidden states are too many to be cached (4 bytes for each "
+                "dimension and token); remove this key, or hidden_weight"
+            )
+        if (hidden_layers is not None or hidden_loss != "mse") and not hidden_weight:
+            raise UserError("objective.hidden_weight: 0, so hidden states are not compared; set it, such as 1.0")
+        self.hidden_weight, self.hidden_loss = hidden_weight, hidden_loss
+        self.hidden_layers = _pairs(hidden_layers or [[-1, -1]]) if hidden_weight else {}
+        if hidden_weight:
+            self.scalars = (*self.scalars, "hidden_loss")
         self.frozen_models, self.cache_prepare = {"teacher": teacher}, None
         if cache_teacher:
             self.cache_prepare = {"objective": "distill", "top_k": top_k}
@@ -72,21 +96,32 @@ class Distill(Objective):
 
         With `top_k`, `teacher` is the reduced log-probabilities `[batch, seq, top_k + 1]`, and `teacher_ids` the ids of
         the most likely tokens, int32 `[batch, seq, top_k]`. Logits beyond the student's vocabulary are omitted.
+        With `hidden_weight`, `teacher_hidden.N` is hidden state N of the teacher, `[batch, seq, hidden]`.
         """
         inputs, vocab = _inputs(batch), batch.layout.vocab_size
+        if self.top_k is not None:
+            inputs["logits_function"] = partial(most_likely, k=self.top_k, vocab=vocab)
+        hidden: dict[str, torch.Tensor] = {}
+        if self.hidden_layers:
+            inputs["hidden_functions"] = {n: partial(_keep, hidden, n) for n in self.hidden_layers.values()}
+        found = forward(inputs, model="teacher")
         if self.top_k is None:
-            return {"teacher": forward(inputs, model="teacher")[..., :vocab]}
-        function = partial(most_likely, k=self.top_k, vocab=vocab)
-        found = forward(inputs | {"logits_function": function}, model="teacher")
+            return {"teacher": found[..., :vocab], **hidden}
         k = found.shape[-1] // 2
-        return {"teacher": found[..., : k + 1].contiguous(), "teacher_ids": found[..., k + 1 :].int()}
+        return {"teacher": found[..., : k + 1].contiguous(), "teacher_ids": found[..., k + 1 :].int(), **hidden}
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Returns the student's arguments. Its outputs are the arguments of `loss`."""
         per_token = {
             name: batch.extra[name].flatten(0, 1) for name in ("teacher", "teacher_ids") if name in batch.extra
         }
-        return _inputs(batch) | {"logits_function": partial(self.losses, batch.labels.flatten(), per_token)}
+        inputs = _inputs(batch) | {"logits_function": partial(self.losses, batch.labels.flatten(), per_token)}
+        if self.hidden_layers:
+            inputs["hidden_functions"] = {
+                mine: partial(distance, batch.extra[f"teacher_hidden.{other}"], kind=self.hidden_loss)
+                for mine, other in self.hidden_layers.items()
+            }
+        return inputs
 
     def losses(
         self, labels: torch.Tensor, teacher: Mapping[str, torch.Tensor], logits: torch.Tensor, tokens: slice
@@ -116,13 +151,47 @@ class Distill(Objective):
         """Returns the loss, summed over the tokens that are not masked.
 
         Args:
-            outputs: the cross-entropy and the divergence of each token, `[batch, seq, 2]`.
+            outputs: the cross-entropy and the divergence of each token, and the distances of its hidden states:
+                `[batch, seq, 2 + pairs]`.
         """
         weight = batch.weight.to(outputs.dtype)
         cross_entropy, apart = ((outputs[..., i] * weight).sum() for i in (0, 1))
         total = self.alpha * cross_entropy + (1 - self.alpha) * self.temperature**2 * apart
         count = batch.weight.sum(dtype=torch.float64)
-        return Loss(total, {"cross_entropy": (cross_entropy, count), "divergence": (apart, count)})
+        scalars = {"cross_entropy": (cross_entropy, count), "divergence": (apart, count)}
+        if self.hidden_layers:
+            hidden = (outputs[..., 2:].mean(-1) * weight).sum()
+            total, scalars["hidden_loss"] = total + self.hidden_weight * hidden, (hidden, count)
+        return Loss(total, scalars)
+
+
+def _pairs(given: list[list[int]]) -> dict[int, int]:
+    """Returns the student's hidden state -> the teacher's, for pairs of numbers. Raises UserError for other lists."""
+    if any(len(pair) != 2 for pair in given) or len({pair[0] for pair in given}) < len(given):
+        raise UserError(
+            f"objective.hidden_layers: {given} are not pairs [student's state, teacher's state], each of another state "
+            "of the student; give pairs such as [[4, 8], [8, 16]]"
+        )
+    return {pair[0]: pair[1] for pair in given}
+
+
+def _keep(kept: dict[str, torch.Tensor], number: int, states: torch.Tensor) -> torch.Tensor:
+    """Keeps hidden states `[batch, seq, hidden]` in `kept`. Returns no values, `[batch, seq, 0]`."""
+    kept[f"teacher_hidden.{number}"] = states
+    return states[..., :0]
+
+
+def distance(teacher: torch.Tensor, student: torch.Tensor, *, kind: str) -> torch.Tensor:
+    """Returns the distance of hidden states, in at least float32: both `[batch, seq, hidden]` -> `[batch, seq, 1]`.
+
+    Args:
+        kind: mse or cosine, as in `Distill`.
+    """
+    dtype = torch.promote_types(student.dtype, torch.float32)
+    teacher, student = teacher.to(dtype), student.to(dtype)
+    if kind == "mse":
+        return (teacher - student).square().mean(-1, keepdim=True)
+    return 1 - torch.cosine_similarity(teacher, student, dim=-1).unsqueeze(-1)
 
 
 def divergence(teacher: torch.Tensor, student: torch.Tensor, *, kind: str, beta: float) -> torch.Tensor:

@@ -131,7 +131,10 @@ def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
         with torch.device("meta"):
             if world.shape.pp > 1:
                 return dict(build_local_stages(section, plan.parallel, world, plan.sequence, plan.dtype))
-            return {0: build_model(section)}
+            model = Decoder(section)
+            for number, size in plan.projections.items():
+                model.projections[str(number)] = nn.Linear(section.hidden_size, size, bias=False)
+            return {0: model}
     if isinstance(section, TransformersModelSection):
         drawn = not section.weights and section.from_ is None
         return {0: world.agree(lambda: build_transformers_model(section, seed=plan.seed if drawn else None))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +43,7 @@ class ModelPlan:
         adapter: the adapter to train. All other parameters are frozen, in `dtype`. None trains the parameters of the
             model.
         frozen: whether all parameters are frozen, in `dtype`.
+        projections: number of a hidden state -> size to which the decoder projects it (`Decoder.projections`).
     """
 
     model: ModelSection | TransformersModelSection | CustomModelSection
@@ -59,6 +60,7 @@ class ModelPlan:
     adapter: AdapterSection | None = None
     qat: QatSection | None = None
     frozen: bool = False
+    projections: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def state_dtype(self) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from weft.train.before_packing import check_patterns, patterns
 from weft.train.custom_metrics import Metrics
 from weft.train.data import Data
 from weft.train.frozen_sources import FrozenModels
+from weft.train.hidden_states import hidden_projections
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
 from weft.train.learning_rates import learning_rate_factors, scale_learning_rates
@@ -98,9 +99,19 @@ def components(config: RunConfig, world: World) -> tuple[Objective, Callbacks]:
     return metrics.objective, Callbacks(config.callbacks, metrics)
 
 
-def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Returns the sharded model with initial weights, and its optimizer."""
-    model = build_sharded_model(model_plan(config), world)
+def build(
+    config: RunConfig, world: World, objective: Objective | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Returns the sharded model with initial weights, and its optimizer.
+
+    Args:
+        objective: the run's objective, if the model needs the projections of its hidden states.
+
+    Raises:
+        UserError: the objective compares hidden states that the models do not have.
+    """
+    sizes = world.agree(lambda: hidden_projections(config, objective, world.shape)) if objective is not None else {}
+    model = build_sharded_model(replace(model_plan(config), projections=sizes), world)
     _check_patterns(config, model, world)
     roles = parameter_roles(model)
     factors = learning_rate_factors(model, roles, config.optimizer)
@@ -208,7 +219,8 @@ def restore(
         world.agree(lambda: fill_transformers_model(model, section))
     if (source := section.from_) is not None:
         checkpoint = world.agree(lambda: resolve(source))
-        select, new = world.agree(lambda: new_parts(section, checkpoint))
+        projects = bool(getattr(model, "projections", None))
+        select, new = world.agree(lambda: new_parts(section, checkpoint, projects=projects))
         for text in new:
             job.console.line(text.format(source))
         load(checkpoint, model=model, optimizer=optimizer if section.load_optimizer else None, select=select)

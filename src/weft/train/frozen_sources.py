@@ -282,7 +282,6 @@ def frozen_plans(
     config: RunConfig, plan: ModelPlan, sources: Mapping[str, Source], shape: MeshShape
 ) -> list[ModelPlan]:
     """Returns the plans of frozen models: `plan` itself for the adapter's starting values, which share the base model.
-
     Arguments and exceptions are those of `frozen_plan`.
     """
     return [
@@ -325,6 +324,7 @@ def frozen_plan(config: RunConfig, plan: ModelPlan, source: Source, shape: MeshS
         qat=plan.qat if source.start else None,
         adapter=source.adapter,
         frozen=True,
+        projections={},
     )
 
 

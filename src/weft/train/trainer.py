@@ -283,7 +283,7 @@ class Trainer:
             check_decoder(job)
             objective, callbacks = world.agree(lambda: components(job.config, world))
             data = open_run_data(job, objective, callbacks, self.batches)
-            model, optimizer = build(job.config, world)
+            model, optimizer = build(job.config, world, objective)
             compress = compressor(job, model)
             frozen = open_frozen(job, objective, model)
             state = restore(job, model, optimizer, compress, callbacks, frozen)

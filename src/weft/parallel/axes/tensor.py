@@ -10,7 +10,6 @@ the gradient of a replicated parameter, so its local gradient is always partial.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -31,6 +30,7 @@ from weft.models.layers.norm import RMSNorm
 from weft.models.sharding import ShardingRule, decoder_sharding, find_rule
 from weft.parallel import collectives
 from weft.parallel.axes.custom_model import CustomModelCheck
+from weft.parallel.axes.vocabulary import ShardedVocabulary
 from weft.parallel.local_parameters import distribute_parameters, local
 from weft.parallel.model_state import ModelState
 from weft.parallel.randomness import WeightsDropout, draw_full_sequence
@@ -151,6 +151,8 @@ def shard_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelSt
     state.fill(model, "map_logits", "tp: all-gather chunks of logits", _of_sharded_head(model.map_logits, group))
     state.fill(model, "logits", "tp: all-gather the vocabulary", _logits(group))
     state.fill(model, "select", "tp: all-gather the sequence, shard the selected tokens", _select(group))
+    gather_tokens = partial(collectives.all_gather, dim=SEQUENCE, group=group, replicated=True)
+    state.fill(model, "gather_tokens", "tp: all-gather the sequence", gather_tokens)
 
 
 def _shard_adapter(linear: Any, group: dist.ProcessGroup) -> None:
@@ -243,43 +245,11 @@ def _norm(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Cal
     return call
 
 
-@dataclass(frozen=True)
-class _ShardedVocabulary:
-    """A vocabulary whose rows are sharded over the ranks of `tp`, for functions of the output head.
-
-    It has the interface of `weft.kernels.cross_entropy.Vocabulary`.
-
-    Attributes:
-        first: first token id of this rank's shard.
-        size: number of token ids.
-        group: process group of `tp`.
-    """
-
-    first: int
-    size: int
-    group: dist.ProcessGroup
-
-    def join(self, chosen: torch.Tensor, normalizers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns each label's logit, and the log-sum-exp over the full vocabulary, on all ranks, by one all-gather.
-
-        Args:
-            chosen: the label's logit if the label is in this rank's shard, else 0.
-            normalizers: log-sum-exp of each token's logits over this rank's shard.
-        """
-        both = torch.stack((chosen, normalizers)).unsqueeze(0)
-        gathered = collectives.all_gather(both, 0, self.group, replicated=True)
-        return gathered[:, 0].sum(0), gathered[:, 1].logsumexp(0)
-
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """All-gathers logits `[tokens, rows of this rank]` along the vocabulary."""
-        return collectives.all_gather(logits, 1, self.group, replicated=True)
-
-
 def _of_sharded_head(function: Callable, group: dist.ProcessGroup) -> Callable:
     """Wraps `token_logprobs` or `map_logits`: all-gathers `hidden` along the sequence. All ranks return all values."""
 
     def call(hidden, weight, *arguments, **options):
-        vocabulary = _ShardedVocabulary(group.rank() * len(weight), group.size() * len(weight), group)
+        vocabulary = ShardedVocabulary(group.rank() * len(weight), group.size() * len(weight), group)
         hidden = collectives.all_gather(hidden, SEQUENCE, group)
         return function(hidden, weight, *arguments, vocabulary=vocabulary, **options)
 
