@@ -319,3 +319,26 @@ def test_damaged_files_are_refused(tmp_path, hf_folder, capsys):
         code, _, error = weft_command(capsys, "import", tmp_path / f"{name}.gguf", tmp_path / "out")
         assert (code, error.count("\n"), said in error) == (2, 1, True), error
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.block_count", 10**9),
+        ("llama.context_length", 0),
+        ("llama.attention.head_count", 0),
+        ("llama.attention.layer_norm_rms_epsilon", -1.0),
+        ("llama.rope.freq_base", float("nan")),
+        ("llama.rope.dimension_count", 7),
+        ("tokenizer.ggml.eos_token_id", 4_000_000_000),
+    ],
+)
+def test_numbers_that_describe_no_model_are_refused(key, value, tmp_path, hf_folder, capsys):
+    weft.export_model(hf_folder, tmp_path / "model.gguf", "gguf", type="f32")
+    field = gguf.GGUFReader(tmp_path / "model.gguf", "r+").get_field(key)
+    field.parts[field.data[0]][0] = value
+    del field
+    code, _, error = weft_command(capsys, "import", tmp_path / "model.gguf", tmp_path / "out")
+    assert (code, error.count("\n")) == (2, 1), error
+    assert "model.gguf" in error
+    assert not (tmp_path / "out").exists()

@@ -158,7 +158,11 @@ def _read_constants(kind: Architecture, keys: Mapping[str, Any], given: Mapping[
     found: dict[str, Any] = {}
     if "rope.dimension_count" in given:
         head = given.get("attention.key_length", keys["hidden_size"] // keys["num_attention_heads"])
-        found["partial_rotary_factor"] = given["rope.dimension_count"] / head
+        rotary = given["rope.dimension_count"]
+        if rotary % 2 or not 0 < rotary <= head:
+            what = f"the metadata key {kind.name}.rope.dimension_count is {rotary}"
+            raise UserError(f"{what}, not an even number of at most {head}; download the file again")
+        found["partial_rotary_factor"] = rotary / head
     if not kind.name.startswith("gemma"):
         return found
     resolved = ModelSection(**keys).resolved()

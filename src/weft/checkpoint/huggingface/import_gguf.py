@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
@@ -99,7 +100,7 @@ def _convert(
     if "token_embd.weight" not in stored:
         raise UserError("the tensor token_embd.weight is missing; download the file again")
     factors = {name: _values(stored[name]) for name in _FACTORS if name in stored}
-    section = read_section(metadata, stored, _shape(stored["token_embd.weight"])[0], factors)
+    section = _section(metadata, stored, factors)
     entries = _entries(section, ARCHITECTURES[section.family], stored, dtype)
     quantized = sum(one.tensor_type.name not in _DTYPES for one in stored.values())
     warnings = []
@@ -115,6 +116,27 @@ def _convert(
         warnings = [f"{source}: {warning}" for warning in warnings]
         number = write_checkpoint(out, entries, contents, folder, warnings, "importing", console)
     return section, entries, number
+
+
+def _section(
+    metadata: Mapping[str, Any], stored: Mapping[str, Any], factors: Mapping[str, torch.Tensor]
+) -> ModelSection:
+    """Returns the `model:` section of a file. Raises UserError for numbers that do not describe the file's tensors."""
+    vocabulary = _shape(stored["token_embd.weight"])[0]
+    blocks = len({name.split(".")[1] for name in stored if name.startswith("blk.")})
+    for key, value in metadata.items():
+        wrong = value != blocks if key.endswith(".block_count") else key.endswith("_token_id") and value >= vocabulary
+        if wrong:
+            has = f"{counted(blocks, 'block')} and {vocabulary:,} tokens"
+            raise UserError(f"the metadata key {key} is {value}, but the file has {has}; download the file again")
+    try:
+        return read_section(metadata, stored, vocabulary, factors)
+    except ValidationError as error:
+        mistake = error.errors(include_url=False)[0]
+        what = f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']}"
+    except ZeroDivisionError:
+        what = "a number of heads is 0"
+    raise UserError(f"the metadata describe no valid model ({what}); download the file again")
 
 
 def _entries(
