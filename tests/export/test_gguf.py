@@ -342,3 +342,12 @@ def test_numbers_that_describe_no_model_are_refused(key, value, tmp_path, hf_fol
     assert (code, error.count("\n")) == (2, 1), error
     assert "model.gguf" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_replaced_or_ignored(tmp_path, hf_folder, capsys):
+    (tmp_path / "model.Modelfile").write_text("FROM other")
+    for words, part in (([], "model.Modelfile"), (["--dequantize"], "--dequantize")):
+        out = tmp_path / ("model.gguf" if not words else "other.gguf")
+        code, _, error = weft_command(capsys, "export", hf_folder, out, "--to", "gguf", *words)
+        assert (code, error.count("\n"), part in error, out.exists()) == (2, 1, True, False), error
+    assert (tmp_path / "model.Modelfile").read_text() == "FROM other"

@@ -31,7 +31,7 @@ from weft.export.hf import ExportedModel
 from weft.export.k_quants import K_QUANTS, quantize_file, require_quantizer
 from weft.export.merge_adapter import merged_run
 from weft.export.modelfile import modelfile
-from weft.files import hidden_folder, report_write_errors
+from weft.files import hidden_folder, refuse_existing, report_write_errors
 from weft.formatting import counted
 from weft.observe.console import Console
 
@@ -130,7 +130,10 @@ def export(
         raise UserError(error.what, error.where or source) from None
     if adapter_only:
         return _write_adapter(source, section, kind, out, console, type)
-    if read_adapter_record(source) is not None:
+    adapted = read_adapter_record(source) is not None
+    if dequantize and not adapted:
+        raise UserError("--dequantize: the model has no adapter on a quantized base model; omit the option", source)
+    if adapted:
         model, _ = merged_run(source, torch.float32, Rounding(), dequantize)
     else:
         model = ExportedModel(section, open_weights(source, huggingface=False), tokenizer_folder(source))
@@ -294,10 +297,12 @@ def _place(
     if out.is_dir():
         raise UserError(f"{out} is a folder; give the path of a new file, or of a folder without the suffix {SUFFIX}")
     beside = out.with_suffix(".Modelfile")
+    if text is not None:
+        refuse_existing(beside, "choose another name for the output")
     with report_write_errors(out), hidden_folder(out) as folder:
         write(folder / out.name)
         bytes = (folder / out.name).stat().st_size
-        if text is not None and not beside.exists():
+        if text is not None:
             (folder / beside.name).write_text(f"FROM ./{out.name}\n{text}", encoding="utf-8")
             (folder / beside.name).rename(beside)
         (folder / out.name).rename(out)
