@@ -401,3 +401,12 @@ def test_mistakes_of_model_and_tokenizer(model, tokenizer, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match=r"pip install 'weft-train\[constraints\]'"):
         Sampling(5, regex="not compiled yet")
+
+
+@pytest.mark.parametrize("levels", [100, 300, 900])
+def test_a_schema_that_is_nested_too_deeply_is_refused(levels):
+    schema: dict = {}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(UserError, match="json_schema"):
+        weft.Sampling(4, json_schema=schema)

@@ -82,6 +82,7 @@ def test_requests_at_a_time_are_counted_and_failures_named(server, capsys, tmp_p
     code = main(["bench", "serve", server.url, "--requests", "20", "--concurrency", "3", "--out", str(out), *words])
     assert code == 1  # four requests failed
     found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "small"
     assert (found["requests"], found["failed"], found["errors"]) == (20, 4, {"429 queue_full": 4})
     assert (found["prompt_tokens"], found["new_tokens"]) == (16 * 10, 16 * 2 * PIECES)
     assert server.most == 3

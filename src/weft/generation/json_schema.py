@@ -62,10 +62,13 @@ def prepare_schema(schema: Any, error_of: Callable[[Any], str | None]) -> Any:
         UserError: a keyword cannot be enforced, is unknown, or has an invalid value; or no text matches the schema. The
             message has a JSON pointer (RFC 6901) to the keyword.
     """
-    prepared = _prepare(schema, ())
-    error = error_of(prepared)
-    if error is not None:
-        raise _refusal(_blame(prepared, error, error_of), f"this cannot be enforced ({error})")
+    try:
+        prepared = _prepare(schema, ())
+        error = error_of(prepared)
+        if error is not None:
+            raise _refusal(_blame(prepared, error, error_of), f"this cannot be enforced ({error})")
+    except RecursionError:
+        raise UserError("json_schema: nested too deeply; use fewer levels") from None
     return prepared
 
 

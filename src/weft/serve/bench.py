@@ -132,8 +132,11 @@ def check_on_this_machine(url: str) -> None:
         raise UserError(f"{url}: not on this machine; `weft bench serve` loads only 127.0.0.1, so run it on the server")
 
 
-def run_load(load: Load, console: Console) -> list[Measured]:
-    """Sends the requests, and returns the measurements of those that began. Ctrl-C ends the others.
+def run_load(load: Load, console: Console) -> tuple[Load, list[Measured]]:
+    """Sends the requests. Ctrl-C ends those that have not ended.
+
+    Returns:
+        The load with the name of the model, and the measurements of the requests that have ended.
 
     Raises:
         UserError: aiohttp is not installed, no server answers, or the server has no such model.
@@ -144,24 +147,27 @@ def run_load(load: Load, console: Console) -> list[Measured]:
         raise UserError("`weft bench serve` needs aiohttp; run: pip install 'weft-train[serve]'") from None
     measured: list[Measured] = []
     try:
+        load = replace(load, model=asyncio.run(_check_model(load)))
         asyncio.run(_run(load, measured, console))
     except KeyboardInterrupt:
         console.warning(f"interrupted after {len(measured):,} of {load.requests:,} requests")
-    return [one for one in measured if one.end]
+    return load, [one for one in measured if one.end]
 
 
-async def _run(load: Load, measured: list[Measured], console: Console) -> None:
+def _session(load: Load) -> Any:
     import aiohttp
 
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
-    session = aiohttp.ClientSession(
+    return aiohttp.ClientSession(
         load.url,
         headers=headers,
         connector=aiohttp.TCPConnector(limit=0),  # the load decides how many connections there are
         timeout=aiohttp.ClientTimeout(total=load.timeout),
     )
-    async with session:
-        load = replace(load, model=await _check_model(session, load))
+
+
+async def _run(load: Load, measured: list[Measured], console: Console) -> None:
+    async with _session(load) as session:
         bodies, begins = _plan(load)
         limit = asyncio.Semaphore(load.concurrency or load.requests)
         with console.progress(load.requests, "load", "request") as progress:
@@ -177,7 +183,7 @@ async def _run(load: Load, measured: list[Measured], console: Console) -> None:
                 async def measure(body: dict[str, Any], one: Measured) -> None:
                     await _request(session, load, body, start, one)
                     limit.release()
-                    ended.update(all=1, failed=one.error is not None)
+                    ended.update(all=1, failed=int(one.error is not None))
                     progress.update(ended["all"], failed=ended["failed"])
 
                 tasks.add(task := asyncio.create_task(measure(body, measured[-1])))
@@ -201,12 +207,12 @@ def _plan(load: Load) -> tuple[list[dict[str, Any]], list[float]]:
     return bodies, begins
 
 
-async def _check_model(session: Any, load: Load) -> str:
+async def _check_model(load: Load) -> str:
     """Returns the name of the model to ask for. Raises UserError if no server answers or there is no such model."""
     import aiohttp
 
     try:
-        async with session.get("/v1/models") as response:
+        async with _session(load) as session, session.get("/v1/models") as response:
             if response.status != 200:
                 what = "give --api-key" if response.status == 401 else "is this an OpenAI-compatible server?"
                 raise UserError(f"{load.url}/v1/models: HTTP status {response.status}; {what}")

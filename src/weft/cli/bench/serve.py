@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         refuse_existing(Path(args.out), "choose another folder for --out")  # before the measurement, not after it
     console = Console()
-    measured = run_load(load, console)
+    load, measured = run_load(load, console)
     summary = summarize(load, measured)
     if args.out:
         write_report(args.out, summary, measured, console)
