@@ -196,7 +196,7 @@ def test_export_of_what_cannot_be(tmp_path, whole, capsys):
     for words, what in (
         (["--max-shard-size", "5 pages"], "--max-shard-size 5 pages: "),
         (["--dtype", "float8"], "dtype 'float8': use one of float32, "),
-        (["--to", "gguff"], "there is no export 'gguff'; choose from "),
+        (["--to", "gguff"], "there is no export 'gguff'; did you mean 'gguf'?"),
         (["--to", "nowhere:export"], "'nowhere:export': no module 'nowhere'"),
         (["--to", "weft.errors:__doc__"], "is not an export format"),
         (["quantization=q8"], "quantization: not an option of the format hf; its options are dtype, max_shard_size"),

@@ -11,7 +11,7 @@ PAGE = (DOCS / "tuning" / "reinforcement.md").read_text(encoding="utf-8")
 RECIPE = DOCS.parent / "configs" / "grpo.yaml"
 SMALL = {
     "training": {"steps": 2},
-    "schedule.warmup_steps": 0,
+    "schedule.warmup_fraction": 0,
     "data.sequence_length": 96,
     "objective.max_new_tokens": 4,
     "objective.prompts": 2,

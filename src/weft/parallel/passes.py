@@ -72,7 +72,9 @@ class Passes:
         state = state_of(model)
         self.sequence_shard = None if state is None else state.sequence_shard
         self.has_routers = any(isinstance(module, Router) for module in model.modules())
-        self.scalars: tuple[str, ...] = tuple(getattr(objective, "scalars", ()))
+        # Without such layers, their loss is not one of the numbers that ranks add.
+        found = tuple(getattr(objective, "scalars", ()))
+        self.scalars: tuple[str, ...] = tuple(name for name in found if name != "mtp_loss" or self.following)
         self.compute = getattr(objective, "compute", None)
         self._prepare = getattr(objective, "prepare", None)
         noise = getattr(objective, "embedding_noise", 0.0)
