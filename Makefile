@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-parallel test-generation serve-check export-check lint format package-check bench bench-data bench-models bench-parallel bench-tuning docs site gpu-check clean
+.PHONY: help install quickstart test test-parallel test-generation serve-check export-check lint format package-check bench bench-data bench-models bench-parallel bench-tuning bench-serve docs site gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -148,6 +148,10 @@ bench-tuning: $(STAMP) .venv-trl/.installed ## measure fine-tuning, DPO and GRPO
 	  .venv/bin/python $$file --trl-python .venv-trl/bin/python --out $(OUT) $(BENCH) || exit; \
 	done
 	@.venv/bin/python benchmarks/distill_gap.py --out $(OUT) $(filter --quick,$(BENCH))
+
+bench-serve: $(STAMP) ## measure the server under load and in a soak (BENCH="--quick" and the like)
+	@.venv/bin/python benchmarks/serve_soak.py --out $(OUT) $(filter --quick,$(BENCH))
+	@.venv/bin/python benchmarks/serve_load.py --out $(OUT) $(BENCH)
 
 docs: $(STAMP) ## write docs/configuration.md again from the schema, docs/models.md from the families, and the table of memory
 	@.venv/bin/weft config schema --markdown > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
