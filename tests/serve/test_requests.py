@@ -128,6 +128,20 @@ def test_other_hosts_and_origins_are_refused(serve):
     serve(test, settings={"hosts": ("localhost", "127.0.0.1", "::1")})
 
 
+def test_pages_of_an_allowed_origin_can_send_keys(serve):
+    async def test(client):
+        asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        for origin, allowed in (("http://page.test", "http://page.test"), ("http://other.test", None)):
+            response = await client.options(TEXT, headers={"origin": origin, **asks})
+            assert response.headers.get("access-control-allow-origin") == allowed
+            assert response.is_success == (allowed is not None)
+        response = await client.post(TEXT, json={"prompt": "a"}, headers={"origin": "http://page.test"})
+        assert response.status_code == 401  # the request itself needs the key
+        assert response.headers["access-control-allow-origin"] == "http://page.test"
+
+    serve(test, settings={"api_keys": ("one",), "cors_origins": ("http://page.test",)})
+
+
 def test_a_full_queue(serve):
     async def test(client):
         gate, worker = Gate(client.models[0].engine), client.models[0].worker

@@ -51,11 +51,11 @@ def create_app(models: Sequence[ServedModel], settings: Settings | None = None) 
     app.router.routes.extend(page_routes())
     for part in (router, *(one.router for one in (completions, responses, embeddings, tokens, adapters))):
         app.include_router(part, responses={"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}})
-    if settings.cors_origins:
+    app.add_middleware(Guard, settings=settings)
+    if settings.cors_origins:  # outside of the guard: a browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-    app.add_middleware(Guard, settings=settings)
     app.add_middleware(CountRequests, metrics=services.metrics)
     return app
 

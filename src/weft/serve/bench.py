@@ -181,8 +181,10 @@ async def _run(load: Load, measured: list[Measured], console: Console) -> None:
                 measured.append(Measured(begin))
 
                 async def measure(body: dict[str, Any], one: Measured) -> None:
-                    await _request(session, load, body, start, one)
-                    limit.release()
+                    try:
+                        await _request(session, load, body, start, one)
+                    finally:
+                        limit.release()
                     ended.update(all=1, failed=int(one.error is not None))
                     progress.update(ended["all"], failed=ended["failed"])
 

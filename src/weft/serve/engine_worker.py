@@ -241,7 +241,9 @@ class EngineWorker:
         self._deliver([(id, [], error) for id in list(self.generations)], [])
         while self._answers:
             with suppress(KeyError):
-                self._answers.popitem()[1].set_exception(error)
+                answer = self._answers.popitem()[1]
+                if answer.set_running_or_notify_cancel():
+                    answer.set_exception(error)
 
     # --- In the thread ---
 
@@ -309,10 +311,10 @@ class EngineWorker:
         try:
             result = None if command.function is None else command.function(self.engine, *command.args)
         except Exception as error:  # the caller's: the engine goes on
-            if answer is not None and not answer.cancelled():
+            if answer is not None and answer.set_running_or_notify_cancel():
                 answer.set_exception(error)
         else:
-            if answer is not None and not answer.cancelled():
+            if answer is not None and answer.set_running_or_notify_cancel():
                 answer.set_result(result)
 
     def run_step(self) -> None:

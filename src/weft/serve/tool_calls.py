@@ -136,6 +136,7 @@ class ToolCallParser:
                 found = ""
             else:
                 self._content(character)
+                self._raw = ""
             character = yield
         if not self.calls:
             self._flush()
