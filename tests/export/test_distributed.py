@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
 import weft
+from weft.checkpoint.distributed.dcp_reader import _Chunk, _cover
 from weft.checkpoint.weights import open_weights
 from weft.cli.main import main
 from weft.errors import UserError
@@ -197,3 +198,19 @@ def test_mistakes_are_one_line_and_write_nothing(tmp_path, capsys):
     (tmp_path / "classic").mkdir()
     (tmp_path / "classic" / "latest_checkpointed_iteration.txt").write_text("5")
     assert "torch_dist" in fails("import", tmp_path / "classic", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("slices", "complete"),
+    [
+        ([((0, 0), (4, 6)), ((4, 0), (4, 6))], True),
+        ([((0, 0), (8, 3)), ((0, 3), (8, 3))], True),
+        ([((0, 0), (4, 6)), ((0, 0), (4, 6))], False),  # twice the first rows: no slice has the others
+        ([((0, 0), (4, 6)), ((3, 0), (4, 6))], False),
+        ([((0, 0), (4, 6)), ((5, 0), (4, 6))], False),
+        ([((0, 0), (4, 6))], False),
+    ],
+)
+def test_slices_of_a_dcp_checkpoint_must_cover_the_tensor_once(slices, complete):
+    chunks = [_Chunk(Path("file"), 0, 0, *one) for one in slices]
+    assert _cover(chunks, (8, 6)) == complete

@@ -129,6 +129,9 @@ def export(
     except UserError as error:
         raise UserError(error.what, error.where or source) from None
     if adapter_only:
+        if pre is not None or dequantize:
+            option = "--dequantize" if dequantize else "--pre"
+            raise UserError(f"{option} has no effect on an adapter alone; omit {option} or --adapter-only")
         return _write_adapter(source, section, kind, out, console, type)
     adapted = read_adapter_record(source) is not None
     if dequantize and not adapted:

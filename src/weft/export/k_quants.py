@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -42,11 +44,15 @@ def require_quantizer(type: str) -> ModuleType:
     return llama_cpp
 
 
+@functools.cache  # llama.cpp keeps the pointer to the function
+def _silent(llama_cpp: ModuleType) -> Any:
+    return llama_cpp.llama_log_callback(lambda level, text, data: None)
+
+
 def quantize_file(source: Path, out: Path, type: str) -> None:
     """Quantizes a GGUF file. Raises UserError if llama.cpp's quantizer fails."""
     llama_cpp = require_quantizer(type)
-    silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
-    llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
+    llama_cpp.llama_log_set(_silent(llama_cpp), ctypes.c_void_p(0))
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_{K_QUANTS[type].constant}")
     if llama_cpp.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(settings)):

@@ -86,10 +86,25 @@ def _tensors(path: Path, content: Record) -> tuple[dict[str, SavedTensor], list[
             if place.get("transform_descriptors"):
                 raise UserError(f"{name}: compressed checkpoints are not supported; save it without extensions", file)
             chunks.append(_Chunk(file, place["offset"], place["length"], offsets, sizes))
-        if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
+        if not _cover(chunks, shape):
             raise UserError(f"{name}: the saved slices do not cover the tensor; copy the folder again", path / METADATA)
         tensors[name] = SavedTensor(dtype, shape, partial(_read_rows, name, dtype, shape, chunks), reads_all=True)
     return tensors, objects
+
+
+def _cover(chunks: list[_Chunk], shape: tuple[int, ...]) -> bool:
+    """Whether chunks lie within a tensor of the given shape, have its size together, and do not overlap."""
+    boxes = sorted([(o, o + s) for o, s in zip(one.offsets, one.shape, strict=True)] for one in chunks)
+    inside = all(start >= 0 and end <= size for box in boxes for (start, end), size in zip(box, shape, strict=True))
+    if not inside or sum(math.prod(one.shape) for one in chunks) != math.prod(shape):
+        return False
+    for number, box in enumerate(boxes):
+        for other in boxes[number + 1 :]:
+            if not box or other[0][0] >= box[0][1]:
+                break  # boxes are in the order of their first rows
+            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
+                return False
+    return True
 
 
 def _size(record: Any) -> tuple[int, ...]:
