@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 16  # new tokens of a sequence, up to which the compiled step computes them
 _KNOWN = {Decoder, Block, Attention, CoreAttention, MLP, RMSNorm, RMSNorm1p, LayerNorm, Dropout}
-_KNOWN |= {nn.Linear, nn.Embedding, nn.ModuleList, QuantizedLinear, QuantizedWeight}
+_KNOWN |= {nn.Linear, nn.Embedding, nn.ModuleList, nn.ModuleDict, QuantizedLinear, QuantizedWeight}
 _SIZES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
