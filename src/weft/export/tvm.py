@@ -35,8 +35,8 @@ def export(
         UserError: the package apache-tvm is missing, TVM cannot compile the model, or the model cannot be captured.
     """
     try:
-        from tvm import compile as compile_module  # pyright: ignore[reportAttributeAccessIssue]
-        from tvm import relax  # pyright: ignore[reportAttributeAccessIssue]
+        from tvm import compile as compile_module  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
+        from tvm import relax  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
         from tvm.error import TVMError  # pyright: ignore[reportMissingImports]
         from tvm.relax.frontend.torch import from_exported_program  # pyright: ignore[reportMissingImports]
     except ImportError as error:
