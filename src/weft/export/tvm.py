@@ -37,7 +37,6 @@ def export(
     try:
         from tvm import compile as compile_module  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
         from tvm import relax  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
-        from tvm.error import TVMError  # pyright: ignore[reportMissingImports]
         from tvm.relax.frontend.torch import from_exported_program  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(f"--to tvm needs apache-tvm ({error}); run: pip install 'weft-train[tvm]'") from None
@@ -52,7 +51,7 @@ def export(
     module, parameters = relax.frontend.detach_params(relax.transform.Normalize()(module))
     try:
         compiled = compile_module(module, target=target)
-    except (TVMError, ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:  # all errors of TVM are RuntimeErrors
         what = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise UserError(f"--to tvm: TVM cannot compile this model for {target!r} ({what}); use --to onnx") from error
     tensors = [torch.from_dlpack(one) for one in parameters["main"]]
