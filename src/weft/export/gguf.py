@@ -115,9 +115,9 @@ def export(
     type = type.lower()
     if type not in TYPES and type not in K_QUANTS:
         raise UserError(f"--type {type}: not a type; use one of {', '.join((*TYPES, *K_QUANTS))}")
+    if adapter_only and type not in ("f32", "f16", "bf16"):
+        raise UserError(f"--type {type}: an adapter is small and not quantized; use f32, f16 or bf16")
     if type in K_QUANTS:
-        if adapter_only:
-            raise UserError(f"--type {type}: an adapter is small and not quantized; use f32, f16 or bf16")
         require_quantizer(type)
     whole = architecture(source)
     if (section := without_prediction_layers(whole)) is not whole:
@@ -315,8 +315,6 @@ def _place(
 def _write_adapter(
     source: Path, section: ModelSection, kind: Architecture, out: Path, console: Console, type: str
 ) -> WrittenFile:
-    if TYPES[type][0] not in ("F32", "F16", "BF16"):
-        raise UserError(f"--type {type}: an adapter is small and not quantized; use f32, f16 or bf16")
     found = adapter_tensors(source, section, kind)
     stored = [
         StoredTensor(name, tuple(one.shape), TYPES[type][0], lambda one=one: one.float()) for name, one in found.items()

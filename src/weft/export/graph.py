@@ -35,7 +35,7 @@ from weft.checkpoint.huggingface.import_model import parse_dtype
 from weft.checkpoint.load import architecture, tokenizer_folder
 from weft.checkpoint.load_model import load_model
 from weft.checkpoint.shard_files import new_folder
-from weft.checkpoint.tensor_file import dtype_name
+from weft.checkpoint.tensor_file import Entry, dtype_name, write_safetensors
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.export.merge_adapter import merged_run
@@ -325,3 +325,16 @@ def new_graph_folder(out: Path, graph: GraphSource, description: dict[str, Any])
         files.write_json(folder / GRAPH, description)
         if graph.tokenizer is not None:
             copy_tokenizer_files(graph.tokenizer, folder)
+
+
+def write_weights(folder: Path, weights: Sequence[Any]) -> None:
+    """Writes weights.safetensors, whose names are the places of the weights in the arguments of the program.
+
+    Args:
+        weights: tensors of another library, which `torch.from_dlpack` converts.
+    """
+    tensors = [torch.from_dlpack(one) for one in weights]
+    entries = [
+        Entry(f"{number:05d}", one.dtype, tuple(one.shape), lambda one=one: one) for number, one in enumerate(tensors)
+    ]
+    write_safetensors(folder / "weights.safetensors", entries, {})

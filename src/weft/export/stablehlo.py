@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.tensor_file import Entry, write_safetensors
 from weft.errors import UserError
-from weft.export.graph import new_graph_folder, open_graph
+from weft.export.graph import new_graph_folder, open_graph, write_weights
 from weft.formatting import byte_size
 from weft.observe.console import Console
 
@@ -47,17 +46,13 @@ def export(
     cache = [jax.ShapeDtypeStruct((batch, heads, past, size), kind) for heads, size in graph.module.cache_shapes()]
     shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), weights)
     exported = jax.export.export(jax.jit(function), platforms=[platform])(shapes, (ids, ids, *cache))
-    tensors = [torch.from_dlpack(one) for one in weights]
-    entries = [
-        Entry(f"{number:05d}", one.dtype, tuple(one.shape), lambda one=one: one) for number, one in enumerate(tensors)
-    ]
     description = graph.description("stablehlo")
     for entry in description["inputs"][:2]:
         entry["dtype"] = "int32"
-    with new_graph_folder(out, graph, description | {"smallest_past": 1, "weights": len(entries)}) as folder:
+    with new_graph_folder(out, graph, description | {"smallest_past": 1, "weights": len(weights)}) as folder:
         (folder / "model.stablehlo").write_bytes(exported.mlir_module_serialized)
         (folder / "model.jax").write_bytes(exported.serialize())
-        write_safetensors(folder / "weights.safetensors", entries, {})
+        write_weights(folder, weights)
     return f"StableHLO for {platform}, {byte_size(graph.bytes)} of weights"
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.tensor_file import Entry, write_safetensors
 from weft.errors import UserError
-from weft.export.graph import new_graph_folder, open_graph
+from weft.export.graph import new_graph_folder, open_graph, write_weights
 from weft.formatting import byte_size
 from weft.observe.console import Console
 
@@ -54,13 +53,10 @@ def export(
     except (ValueError, RuntimeError) as error:  # all errors of TVM are RuntimeErrors
         what = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise UserError(f"--to tvm: TVM cannot compile this model for {target!r} ({what}); use --to onnx") from error
-    tensors = [torch.from_dlpack(one) for one in parameters["main"]]
-    entries = [
-        Entry(f"{number:05d}", one.dtype, tuple(one.shape), lambda one=one: one) for number, one in enumerate(tensors)
-    ]
-    with new_graph_folder(out, graph, graph.description("tvm") | {"weights": len(entries)}) as folder:
+    weights = parameters["main"]
+    with new_graph_folder(out, graph, graph.description("tvm") | {"weights": len(weights)}) as folder:
         compiled.export_library(str(folder / "model.so"))
-        write_safetensors(folder / "weights.safetensors", entries, {})
+        write_weights(folder, weights)
     return f"TVM library for {target}, {byte_size(graph.bytes)} of weights"
 
 
