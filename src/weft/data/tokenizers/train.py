@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import queue
@@ -159,10 +158,15 @@ def _run_in_thread(work: Callable[[Iterator[str]], None], texts: Iterable[str]) 
     canceled = threading.Event()
 
     def stream() -> Iterator[str]:
-        while (text := texts_queue.get()) is not None:
-            if canceled.is_set():
-                raise InterruptedError
+        while not canceled.is_set():
+            try:
+                text = texts_queue.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if text is None:
+                return
             yield text
+        raise InterruptedError
 
     def run() -> None:
         try:
@@ -183,9 +187,8 @@ def _run_in_thread(work: Callable[[Iterator[str]], None], texts: Iterable[str]) 
         while thread.is_alive():
             thread.join(0.2)
     except BaseException as error:
+        # The queue is not used from here on: Ctrl-C within `put` can leave its lock acquired for ever.
         canceled.set()
-        with contextlib.suppress(queue.Full):
-            texts_queue.put_nowait("")  # wakes the thread if it waits for a text
         # While the library counts pairs, it cannot be interrupted: Ctrl-C does not wait for it.
         thread.join(0.5 if isinstance(error, KeyboardInterrupt) else None)
         raise
