@@ -90,6 +90,12 @@ class TrainingSection(Section):
     """
     threads: int | None = Field(None, ge=1)
     """Number of CPU threads per rank. Default: `OMP_NUM_THREADS`, or the usable cores divided by the local ranks."""
+    determinism: Literal["exact", "order"] | None = None
+    """What is equal when a run is repeated (docs/reproducibility.md). `exact`: the losses, bit for bit, on one mesh and
+    hardware; Weft then uses deterministic kernels only, and an operation without one is an error. `order`: samples,
+    their order and all random numbers, on any mesh; losses can differ by rounding. Default: `exact` on CPUs, `order` on
+    GPUs.
+    """
 
 
 class ValidationSection(Section):

@@ -80,6 +80,7 @@ def flash_attention(
         "window_size": (-1, -1) if mask.window is None else (mask.window - 1, 0),
         "softcap": softcap or 0.0,
         "alibi_slopes": slopes,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),  # in backward
     }
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, seq, heads, head_dim]
     if mask.ends is None:

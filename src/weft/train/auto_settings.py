@@ -1,4 +1,4 @@
-"""Settings that Weft chooses for a session: dtype, CPU threads, and the behavior of the memory allocator.
+"""Settings that Weft chooses for a session: dtype, CPU threads, determinism, and the behavior of the memory allocator.
 
 The dtype changes results, so a resumed run reuses it. The number of threads depends on the ranks and cores of the
 current session.
@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from weft.config.training import TrainingSection
+from weft.errors import UserError
 from weft.processes import usable_cores
 
 DTYPES = {
@@ -21,10 +24,13 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+# Read by cuBLAS and NCCL when they start. cuBLAS: workspaces of a fixed size, which torch asks for. NCCL: no reduction
+# within a switch (NVLink SHARP), whose order of additions is not fixed.
+EXACT_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
 
 
 def choose(training: TrainingSection, device: torch.device) -> TrainingSection:
-    """Returns `training` with values for this device in place of `dtype: auto` and of missing `threads`."""
+    """Returns `training` with values for this device in place of `dtype: auto`, and of missing other settings."""
     threads, given = training.threads, os.environ.get("OMP_NUM_THREADS", "")
     if threads is None and device.type == "cpu":
         share = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -32,7 +38,8 @@ def choose(training: TrainingSection, device: torch.device) -> TrainingSection:
     dtype = training.dtype
     if dtype == "auto":
         dtype = "bfloat16" if bfloat16_is_faster(device) else "float32"
-    return training.model_copy(update={"dtype": dtype, "threads": threads})
+    determinism = training.determinism or ("exact" if device.type == "cpu" else "order")
+    return training.model_copy(update={"dtype": dtype, "threads": threads, "determinism": determinism})
 
 
 def apply_choices(training: TrainingSection) -> None:
@@ -40,6 +47,45 @@ def apply_choices(training: TrainingSection) -> None:
     if training.threads is not None:
         torch.set_num_threads(training.threads)
     keep_freed_memory()
+
+
+def prepare_environment(training: TrainingSection) -> None:
+    """Sets the environment variables of `determinism: exact`, before libraries read them. Existing values are kept."""
+    if training.determinism == "exact":
+        for name, value in EXACT_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+
+
+@contextmanager
+def kernels_of(training: TrainingSection) -> Iterator[None]:
+    """Context in which torch uses the kernels of `training.determinism`. Restores torch's settings at the end.
+
+    Raises:
+        UserError: an operation has no deterministic kernel on this device.
+    """
+    if training.determinism != "exact":
+        yield
+        return
+    cudnn, before = torch.backends.cudnn, torch.get_deterministic_debug_mode()
+    fill, fixed, benchmark = torch.utils.deterministic.fill_uninitialized_memory, cudnn.deterministic, cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    # Filling every new tensor costs time, and a result that depends on its content would be a bug in any mode.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_deterministic_algorithms" not in str(error):
+            raise
+        operation = str(error).partition(" does not have a deterministic")[0].partition("\n")[0]
+        raise UserError(
+            f"training.determinism: exact: an operation has no deterministic kernel on this device: {operation}; set "
+            "training.determinism: order, or replace the operation"
+        ) from error
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        cudnn.deterministic, cudnn.benchmark = fixed, benchmark
 
 
 def bfloat16_is_faster(device: torch.device) -> bool:

@@ -32,6 +32,7 @@ SILENT = (
     "parallel.",
     "data.workers",
     "training.threads",
+    "training.determinism",
 )
 LOSSY = "parallel.compress"
 # Keys that decide which samples a step takes. After a change the new order continues at the same step.

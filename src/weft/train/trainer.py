@@ -29,6 +29,7 @@ from weft.parallel.ranks import error_on_all_ranks
 from weft.parallel.same_run import compare_ranks
 from weft.parallel.world import World, start_world
 from weft.processes import signal_handler
+from weft.train.auto_settings import kernels_of, prepare_environment
 from weft.train.before_packing import check_before_packing
 from weft.train.build import Built, build, components, compressor, make_schedule, restore
 from weft.train.cached_logprobs import fill_logprobs
@@ -271,12 +272,14 @@ class Trainer:
         self._pack_sources()
         compare_ranks(lambda: run_facts(self.user_config))
         check_mesh(self.config, int(os.environ.get("WORLD_SIZE", 1)))
+        prepare_environment(self.config.training)
         with ExitStack() as cleanup:
             world = start_world(self.config.parallel)
             cleanup.callback(world.abandon)
             self._check_and_warn(world)
             job = prepare(self.config, world, self.console, fresh=self.fresh)
             cleanup.callback(job.run.release)  # this process may train here again
+            cleanup.enter_context(kernels_of(job.config.training))
             if self.from_last_good:
                 for line in world.agree(lambda: set_aside_damaged(job.run.path), only_first=True):
                     self.console.warning(line)
