@@ -107,6 +107,18 @@ class Keep(NamedTuple):
     every: int | None = None
 
 
+def surplus(folder: Path, keep: Keep, newest: Path | None = None) -> list[Path]:
+    """Returns the checkpoints in a folder that `prune` deletes, lowest step first. Arguments as for `prune`."""
+    newest = newest or last_complete(folder, contents=False)
+    if newest is None:
+        return []
+    found = list_checkpoints(folder)
+    kept = {*(found[-keep.last :] if keep.last > 0 else []), newest}
+    if keep.every:
+        kept |= {path for path in found if (step_of(path) or 0) % keep.every == 0}
+    return [path for path in found if path not in kept]
+
+
 def prune(folder: Path, keep: Keep, newest: Path | None = None) -> None:
     """Deletes all checkpoints in a folder, except `newest` and the checkpoints that `keep` selects.
 
@@ -114,15 +126,8 @@ def prune(folder: Path, keep: Keep, newest: Path | None = None) -> None:
         newest: a checkpoint that is kept. Default: the last checkpoint whose files exist and have the expected sizes;
             if there is none, nothing is deleted.
     """
-    newest = newest or last_complete(folder, contents=False)
-    if newest is None:
-        return
-    found = list_checkpoints(folder)
-    kept = {*(found[-keep.last :] if keep.last > 0 else []), newest}
-    for path in found:
-        step = step_of(path)
-        if path not in kept and not (keep.every and step is not None and step % keep.every == 0):
-            remove(path)
+    for path in surplus(folder, keep, newest):
+        remove(path)
 
 
 # ---- verification

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,15 +88,19 @@ def write_checkpoint(
     warnings: Sequence[str],
     task: str,
     console: Console,
+    *,
+    tied: Mapping[str, str] | None = None,
 ) -> int:
-    """Writes a checkpoint at step 0, without optimizer state. `out` appears only when it is complete.
+    """Writes a checkpoint. `out` appears only when it is complete.
 
     Args:
         entries: the model's tensors, with their names in the checkpoint.
-        contents: name -> JSON value of further files, with at least model.json.
+        contents: name -> JSON value of further files, with at least model.json. Without optimizer.json and state.json,
+            the checkpoint has no optimizer state and is of step 0.
         tokenizer: a tokenizer's folder, which is copied into the checkpoint.
         warnings: texts to print, after the check that `out` can be written.
         task: label of the progress bar.
+        tied: further name of a tied weight -> the name under which the tensor is saved.
 
     Returns:
         The number of files with tensors.
@@ -108,7 +112,7 @@ def write_checkpoint(
     shards = dict(zip(shard_names(0, len(groups)), groups, strict=True))
     with _written_shards(out, shards, write_shard, task, console, warnings) as (folder, written):
         tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-        index = build_index([chunk for _, chunks in written for chunk in chunks], tensors, {})
+        index = build_index([chunk for _, chunks in written for chunk in chunks], tensors, tied or {})
         contents = {files.INDEX: index, files.OPTIMIZER: None, files.STATE: {"step": 0}} | contents
         digests = {name: digest for name, (digest, _) in zip(shards, written, strict=True)}
         digests |= {name: files.write_json(folder / name, content) for name, content in contents.items()}

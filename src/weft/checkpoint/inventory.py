@@ -1,0 +1,106 @@
+"""Lists and deletes the checkpoints of a run for `weft checkpoint`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from weft.checkpoint import checkpoint_files as files
+from weft.checkpoint.load import find_checkpoint, resolve
+from weft.errors import UserError
+from weft.families.config_json import is_huggingface
+from weft.files import lock_exclusively, remove
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A checkpoint of a run.
+
+    Attributes:
+        damage: what is wrong with its files, by their names and sizes; None: nothing.
+        saved: when the save ended.
+    """
+
+    path: Path
+    bytes: int
+    damage: files.Damage | None
+    saved: datetime
+
+
+def checkpoints_folder(run: Path) -> Path:
+    """Returns the folder with the checkpoints of a run. Raises UserError if the path is not a run with checkpoints."""
+    folder = run if run.name == files.FOLDER else run / files.FOLDER
+    if not folder.is_dir():
+        raise UserError("no run with checkpoints (it has no folder checkpoints/); give a run directory", run)
+    return folder
+
+
+def checkpoints_at(given: str | Path) -> list[Path]:
+    """Returns the checkpoint at a path, or all checkpoints of the run at a path, lowest step first.
+
+    Raises:
+        UserError: the path has no checkpoint of Weft.
+    """
+    newest = find_checkpoint(given)
+    if is_huggingface(newest):
+        raise UserError("this is a Hugging Face folder, which has no checksums; give a run or a checkpoint", newest)
+    return files.list_checkpoints(newest.parent) if newest != Path(given) else [newest]
+
+
+def is_checkpoint(given: str | Path) -> bool:
+    """Whether a path is a checkpoint of Weft, or a run directory."""
+    path = Path(given)
+    names = (files.INDEX, files.CHECKSUMS, files.FOLDER)
+    return files.step_of(path) is not None or any((path / name).exists() for name in names)
+
+
+def newest_at(given: str | Path) -> Path:
+    """Returns the checkpoint at a path, or the newest checkpoint of the run at a path.
+
+    Raises:
+        UserError: the path has no checkpoint of Weft, or the checkpoint is damaged.
+    """
+    checkpoints_at(given)
+    return resolve(given)
+
+
+def describe(checkpoint: Path) -> Listed:
+    """Describes a checkpoint. Its files are not hashed."""
+    size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    sums = checkpoint / files.CHECKSUMS  # the last file of a save
+    saved = (sums if sums.exists() else checkpoint).stat().st_mtime
+    damage = files.find_damage(checkpoint, contents=False)
+    return Listed(checkpoint, size, damage, datetime.fromtimestamp(saved).astimezone())
+
+
+def prune_run(run: Path, keep: files.Keep, *, dry_run: bool) -> list[Path]:
+    """Deletes the checkpoints of a run that `keep` does not select. The last complete checkpoint is never deleted.
+
+    Args:
+        dry_run: whether to delete nothing.
+
+    Returns:
+        The paths of the deleted checkpoints; with `dry_run`, of the checkpoints that would be deleted.
+
+    Raises:
+        UserError: a process trains in the run directory, or no checkpoint is complete.
+    """
+    folder = checkpoints_folder(run)
+    if files.list_checkpoints(folder) and files.last_complete(folder, contents=False) is None:
+        raise UserError("no checkpoint of this run is complete, so none is deleted", run)
+    doomed = files.surplus(folder, keep)
+    lock = folder.parent / ".lock"
+    if dry_run or not doomed:
+        return doomed
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        busy = "another process is training in this run directory; wait for it, or use --dry-run"
+        lock_exclusively(descriptor, busy, folder.parent)
+        doomed = files.surplus(folder, keep)
+        for path in doomed:
+            remove(path)
+    finally:
+        os.close(descriptor)
+    return doomed
