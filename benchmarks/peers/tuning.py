@@ -37,6 +37,7 @@ def arguments(description: str, *, size: str, records: int, quick: int) -> argpa
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "results")
+    parser.add_argument("--add", action="store_true", help="add the rounds to those in the results, of the same options")
     help_quick = f"one round of 14m with {quick} records: does it work at all?"
     parser.add_argument("--quick", action="store_true", help=help_quick)
     args = parser.parse_args()
@@ -103,6 +104,9 @@ def compare(
     """
     pythons = {"TRL": args.trl_python, "Weft": sys.executable}
     found: dict = {case: {peer: [] for peer in PEERS} for case in CASES}
+    results = f"{name}-{slug(processor())}"
+    if args.add:
+        found = json.loads((args.out / f"{results}.json").read_text())
     with tempfile.TemporaryDirectory() as folder:
         records, model = Path(folder) / "records.jsonl", Path(folder) / "model"
         records.write_text("".join(json.dumps(record()) + "\n" for _ in range(args.records)))
@@ -114,7 +118,7 @@ def compare(
                     found[case][peer].append(run_peer(pythons[peer], PEERS[peer], asked | settings, folder))
                     print(case, peer, found[case][peer][-1], flush=True)
             # After each round, so that a run that is interrupted leaves its whole rounds.
-            write_results(args.out, f"{name}-{slug(processor())}", page(found), found, show=number == args.rounds)
+            write_results(args.out, results, page(found), found, show=number == args.rounds)
 
 
 def rates_table(args: argparse.Namespace, title: str, what: str, found: dict) -> str:
