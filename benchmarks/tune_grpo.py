@@ -41,7 +41,7 @@ def table(args, found: dict) -> str:
 
 
 def main() -> None:
-    args = arguments("Speed and memory of GRPO, beside TRL.", size="14m", records=40, quick=20)
+    args = arguments("Speed and memory of GRPO, beside TRL.", size="14m", records=24, quick=20)
     texts = Texts(most=60)
     asked = {"method": "grpo", "prompts": PROMPTS, "group": GROUP, "new_tokens": NEW_TOKENS}
     compare(args, "tune_grpo", asked, lambda: {"prompt": texts.draw(PROMPT)[0]}, lambda found: table(args, found))

@@ -37,7 +37,8 @@ def arguments(description: str, *, size: str, records: int, quick: int) -> argpa
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "results")
-    parser.add_argument("--add", action="store_true", help="add the rounds to those in the results, of the same options")
+    parser.add_argument("--add", action="store_true", help="add rounds to the results, made with the same options")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     help_quick = f"one round of 14m with {quick} records: does it work at all?"
     parser.add_argument("--quick", action="store_true", help=help_quick)
     args = parser.parse_args()
@@ -113,12 +114,13 @@ def compare(
         make_model(model, args.size, records)
         asked = asked | {"records": str(records), "model": str(model), "work": folder, "threads": args.threads}
         for number in range(1, args.rounds + 1):
-            for case, settings in CASES.items():
+            for case in args.cases:
                 for peer in PEERS:
-                    found[case][peer].append(run_peer(pythons[peer], PEERS[peer], asked | settings, folder))
+                    found[case][peer].append(run_peer(pythons[peer], PEERS[peer], asked | CASES[case], folder))
                     print(case, peer, found[case][peer][-1], flush=True)
             # After each round, so that a run that is interrupted leaves its whole rounds.
-            write_results(args.out, results, page(found), found, show=number == args.rounds)
+            measured = {case: peers for case, peers in found.items() if peers["TRL"]}
+            write_results(args.out, results, page(measured), found, show=number == args.rounds)
 
 
 def rates_table(args: argparse.Namespace, title: str, what: str, found: dict) -> str:
