@@ -157,7 +157,7 @@ class Runner:
         name = name or str(case)
         if "adapter" in WAYS[case.way]:
             base = self.reference(Case(case.model, "plain"), steps=1)
-            sections["model"] = {"from": str(base.path)} | sections.get("model", {})
+            sections["model"] = {"from": str(base.path)} | WAYS[case.way]["model"] | sections.get("model", {})
         if WAYS[case.way].get("objective", {}).get("type") == "distill":
             teacher = self.reference(Case(TEACHERS.get(case.model, "gqa"), "plain"))
             sections["objective"] = {"teacher": str(teacher.path)} | sections.get("objective", {})

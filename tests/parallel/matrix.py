@@ -176,6 +176,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "kto": _way(7, 2) | _items("kto", "label", beta=0.5, desirable_weight=3.0, undesirable_weight=0.1),
     "kto_lora": _way(8, 2) | _items("kto", "label", beta=0.5) | {"adapter": {"r": 3, "alpha": 6.0}},
     "reward": _way(7, 2, model={"num_labels": 1}) | _items("reward", "margin", margin=True, center=0.1),
+    "reward_lora": _way(8, 2, model={"num_labels": 1}) | _items("reward") | {"adapter": {"r": 3, "alpha": 6.0}},
     "compiled": _way(8, 2, compile=True),
     "compiled_z_loss": _way(8, 2, compile=True) | {"objective": {"type": "pretrain", "z_loss": 0.05}},
     "compiled_mtp": _way(8, 2, compile=True, model=_MTP),
@@ -386,6 +387,7 @@ SAMPLE = [
     Case("gqa", "dpo_lora", {"dp_shard": 2, "tp": 2}),
     Case("gqa", "kto", {"dp_shard": 2, "cp": 2}),
     Case("tied", "reward", {"pp": 2, "tp": 2}),
+    Case("gqa", "reward_lora", {"pp": 2, "dp_shard": 2}),
 ]
 
 # ---- a run's file

@@ -176,7 +176,6 @@ def test_recipes(prefs, hf_folder, recipe, monkeypatch):
         (["model.num_labels=1"], r"num_labels: the model returns scores, which the objective dpo cannot train"),
         (["objective.loss=cdpo"], r"label_smoothing: the loss cdpo needs a value above 0"),
         (["objective.label_smoothing=0.1"], r"label_smoothing: no effect on the loss sigmoid"),
-        (["objective={type: reward}", "model.num_labels=1", "adapter={r: 4}"], r"num_labels: the head .* freezes it"),
     ],
 )
 def test_contradictions_are_reported_by_the_check(write, capsys, changes, told):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from weft.config.adapter_source import FIXED
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
 from weft.files import read_json
+from weft.models.adapter import saved_with_adapter
 from weft.parallel.model_state import BaseModel, state_of
 
 
@@ -103,3 +105,12 @@ def record_of(model: nn.Module) -> AdapterRecord | None:
         return None
     assert state.base is not None  # the weights of the base model are loaded before the first step
     return AdapterRecord(state.plan.adapter, state.base)
+
+
+def saved_tensors(model: nn.Module) -> Callable[[str], bool] | None:
+    """Returns a function that tells by its name whether a tensor of a model in training is in its checkpoints.
+
+    None: all tensors are, because the model has no adapter.
+    """
+    state = state_of(model)
+    return None if state is None or state.plan.adapter is None else saved_with_adapter(state.plan.model)

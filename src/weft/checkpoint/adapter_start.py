@@ -13,7 +13,7 @@ from weft.checkpoint.adapter_weights import read_adapter
 from weft.checkpoint.base_model import AnyModelSection, check_digest
 from weft.checkpoint.huggingface.peft_files import PeftAdapter, read_peft
 from weft.checkpoint.load import architecture, load, resolve
-from weft.config.adapter import AdapterSection, adapted_layers, decoder_layers, is_stacked, layer_of
+from weft.config.adapter import AdapterSection, adapted_layers, decoder_layers, is_stacked, layer_of, trained_heads
 from weft.config.model import CustomModelSection, ModelSection
 from weft.errors import UserError
 from weft.families.peft_config import ADAPTER_CONFIG, read_peft_config
@@ -32,11 +32,13 @@ class AdapterStart:
         path: the checkpoint or PEFT folder.
         base: the base model that the adapter was trained on; None: unknown.
         layers: the changes in a PEFT folder; None for a checkpoint.
+        heads: the head of a reward model, if the adapter has one: name -> its weight; for a checkpoint, None.
     """
 
     path: Path
     base: BaseModel | None
     layers: dict[str, LowRank] | None
+    heads: dict[str, torch.Tensor | None]
 
     def record(self, section: AdapterSection) -> AdapterRecord | None:
         """Returns the record with which `load_base` checks the base model; None if the base model is unknown."""
@@ -54,13 +56,15 @@ class AdapterStart:
             UserError: the adapter changes other layers than the model's adapter.
         """
         if self.layers is None:
-            load(self.path, model=model, select=is_adapter)
+            load(self.path, model=model, select=lambda name: is_adapter(name) or name in self.heads)
             return
         own = {found[0] for name, _ in model.named_parameters() if (found := layer_of(name)) is not None}
         layers = set().union(*ranks.all_gather_object(own))  # of all pipeline stages
         if wrong := sorted(self.layers.keys() ^ layers):
             raise ranks.error_on_all_ranks(f"{self.path}: {_other_layer(wrong[0], wrong[0] in self.layers)}")
         for name, parameter in model.named_parameters():
+            if (head := self.heads.get(name)) is not None:
+                set_full_value(parameter, head)
             if (found := layer_of(name)) is None:
                 continue
             change = self.layers[found[0]]
@@ -93,7 +97,8 @@ def open_start(adapter: AdapterSection, model: AnyModelSection) -> AdapterStart 
     path = Path(adapter.from_)
     if not (path / ADAPTER_CONFIG).is_file():
         path, record = _recorded(path)
-        return AdapterStart(path, record.base, None)
+        own = trained_heads(model) if trained_heads(architecture(path)) else ()
+        return AdapterStart(path, record.base, None, dict.fromkeys(own))
     if isinstance(model, CustomModelSection):
         raise UserError(
             f"adapter.from: PEFT's names of the layers of a custom model ({model.type}) are not known", path
@@ -104,6 +109,7 @@ def open_start(adapter: AdapterSection, model: AnyModelSection) -> AdapterStart 
         expected = set(adapted_layers(adapter, layers, [name for name in layers if is_stacked(name)]))
         if wrong := sorted(found.layers.keys() ^ expected):
             raise UserError(_other_layer(wrong[0], wrong[0] in found.layers), path)
+    heads = {name: found.weights.pop(name) for name in trained_heads(model) if name in found.weights}
     if found.weights:
         name = min(found.weights)
         raise UserError(
@@ -111,7 +117,7 @@ def open_start(adapter: AdapterSection, model: AnyModelSection) -> AdapterStart 
             "merge it first (weft merge MODEL OUT --adapter DIR), and train another adapter",
             path,
         )
-    return AdapterStart(path, base_of(found), found.layers)
+    return AdapterStart(path, base_of(found), found.layers, {**heads})
 
 
 def _other_layer(layer: str, stored: bool) -> str:
@@ -137,6 +143,8 @@ def read_layers(path: str | Path, model: nn.Module) -> PeftAdapter | dict[str, L
     if (path / ADAPTER_CONFIG).is_file() or not path.is_dir():
         return read_peft(path, model)
     checkpoint, record = _recorded(path)
+    if trained_heads(architecture(checkpoint)):
+        raise UserError("this is the adapter of a reward model, which cannot generate; use another adapter", checkpoint)
     if record.section.quantize is not None:
         what = f"this adapter was trained on weights in {record.section.quantize}; use its run as the model"
         raise UserError(f"{what}, or export the adapter (weft export --to peft)", checkpoint)

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from weft.checkpoint.base_model import AnyModelSection
+from weft.checkpoint.model_parts import HEADS
 from weft.checkpoint.weights import SavedTensor, Weights, checkpoint_tensors
-from weft.config.adapter import AdapterSection, layer_of
+from weft.config.adapter import AdapterSection, layer_of, trained_heads
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.models.adapter import linear_layers
@@ -43,6 +44,29 @@ def read_adapter(checkpoint: Path, section: AdapterSection) -> dict[str, LowRank
             a, b = torch.cat((a, values["lora_a0"]), -2), torch.cat((b, -values["lora_b0"]), -1)
         changes[layer] = LowRank(a, b, section.scale, values.get("lora_magnitude"))
     return changes
+
+
+def read_heads(checkpoint: Path, section: AnyModelSection) -> dict[str, torch.Tensor]:
+    """Returns the weights that a checkpoint of an adapter has in full: the head of a reward model, by its name.
+
+    Args:
+        section: the section `model` of the checkpoint.
+    """
+    heads = trained_heads(section)
+    return {name: saved.full() for name, saved in checkpoint_tensors(checkpoint) if name in heads} if heads else {}
+
+
+def replace_heads(base: Weights, heads: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Weights:
+    """Returns the weights of a model with the heads of a reward model in place of the model's own.
+
+    Args:
+        dtype: dtype of the heads. Default: that of the other weights.
+    """
+    if not heads:
+        return base
+    kind = dtype or next(one.dtype for one in base.tensors.values() if one.dtype.is_floating_point)
+    new = {name: SavedTensor(kind, tuple(one.shape), partial(_rows, one.to(kind))) for name, one in heads.items()}
+    return replace(base, tensors={name: one for name, one in base.tensors.items() if name not in HEADS} | new)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.adapter_record import AdapterRecord, read_adapter_record
 from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
 from weft.checkpoint.load import load, resolve
+from weft.checkpoint.model_parts import new_parts
 from weft.checkpoint.weights import SavedTensor, Weights, checkpoint_tensors, open_weights
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
@@ -44,6 +45,8 @@ def load_base(
 ) -> BaseModel:
     """Loads the base model's weights into a model with an adapter, sharded or not. Every rank must call this function.
 
+    The head of a reward model is loaded only if the base model is a reward model, too.
+
     Args:
         section: the model's section.
         base: the base model; a path that `resolve` returned.
@@ -59,9 +62,10 @@ def load_base(
     digest = check_digest(section, base, None if expected is None else expected.base, collective=True)
     quantized = quantized_weights(model)
     left = {f"{name}{end}" for names in ranks.all_gather_object(list(quantized)) for name in names for end in _ENDS}
+    in_base = ranks.agree(lambda: new_parts(section, base))[0] or (lambda _: True)  # not the head of a reward model
 
     def select(name: str) -> bool:
-        return not is_adapter(name) and name not in left
+        return not is_adapter(name) and name not in left and in_base(name)
 
     if isinstance(section, TransformersModelSection) and is_huggingface(base):
         source = section.model_copy(update={"path": str(base)})

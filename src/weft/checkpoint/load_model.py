@@ -22,7 +22,7 @@ from weft.config.legal_mesh import check_tensor_parallel
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
-from weft.models.adapter import add_adapter, is_adapter
+from weft.models.adapter import add_adapter, saved_with_adapter
 from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import saved_dtype
 from weft.parallel.adapter import subtract_initial_product
@@ -215,7 +215,7 @@ def _load(checkpoint: Path, model: nn.Module, quantize: str | None = None) -> nn
     record = read_adapter_record(checkpoint)
     if record is not None:
         load_base(model, without_prediction_layers(architecture(checkpoint)), record.found_base(checkpoint), record)
-        load(checkpoint, model=model, select=is_adapter)
+        load(checkpoint, model=model, select=saved_with_adapter(architecture(checkpoint)))
         subtract_initial_product(model, record.section)
     elif quantize is None:
         load(checkpoint, model=model)

@@ -13,7 +13,7 @@ from weft.config.model import ModelSection
 from weft.families.config_json import is_huggingface, read_config
 from weft.formatting import counted
 
-_HEADS = ("score.weight", "lm_head.weight")
+HEADS = ("score.weight", "lm_head.weight")  # of a reward model, and of a model that predicts tokens
 
 
 def without_prediction_layers(section: Any) -> Any:
@@ -42,7 +42,7 @@ def new_parts(
     saved = architecture(checkpoint)
     if not isinstance(section, ModelSection) or not isinstance(saved, ModelSection):
         return None, []
-    heads = _HEADS if section.num_labels and not saved.num_labels else ()
+    heads = HEADS if section.num_labels and not saved.num_labels else ()
     found = ["model.num_labels: {} has no head `score`; the head has new initial weights"] if heads else []
     first = section.num_hidden_layers + _prediction_layers(saved, checkpoint)
     if number := max(0, section.all_layers - first):

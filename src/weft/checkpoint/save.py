@@ -16,12 +16,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from weft.checkpoint import checkpoint_files as files
-from weft.checkpoint.adapter_record import record_of
+from weft.checkpoint.adapter_record import record_of, saved_tensors
 from weft.checkpoint.storage import SafetensorsWriter
 from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors, optimizer_state, reduce_partial
 from weft.errors import UserError
 from weft.files import partial_path, publish, remove
-from weft.models.adapter import is_adapter
 from weft.observe.status import LONG, doing
 from weft.parallel import ranks
 
@@ -63,7 +62,7 @@ def save(
     try:
         ranks.agree(lambda: _begin(folder, partial, keep), only_first=True)
         record = record_of(model)
-        tensors, aliases, description = _collect(model, optimizer, None if record is None else is_adapter)
+        tensors, aliases, description = _collect(model, optimizer, saved_tensors(model))
         tensors |= others or {}
         writer = SafetensorsWriter(partial, aliases, task)
         with planning():

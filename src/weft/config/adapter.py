@@ -29,7 +29,8 @@ class AdapterSection(Section):
     to the layer's weight W, and freezes the model itself. The layer then multiplies by W + scale * B A.
 
     Frozen weights are held in `training.dtype`. A and B are float32, like all trained parameters, and are cast to
-    `training.dtype` in each forward pass. Checkpoints contain only the adapter.
+    `training.dtype` in each forward pass. Checkpoints contain only the adapter. The head of a reward model
+    (`model.num_labels`) is trained as a full weight, and is part of the adapter.
     """
 
     type: Literal["lora"] = "lora"
@@ -202,6 +203,15 @@ def layer_of(tensor: str) -> tuple[str, str] | None:
             if tensor.endswith(f"{separator}{kind}"):
                 return tensor.removesuffix(f"{separator}{kind}"), kind
     return None
+
+
+def trained_heads(model: object) -> tuple[str, ...]:
+    """Returns the names of the weights that are trained in full beside an adapter: the head of a reward model.
+
+    Args:
+        model: the section `model`.
+    """
+    return ("score.weight",) if isinstance(model, ModelSection) and model.num_labels else ()
 
 
 def adapter_parameters(adapter: AdapterSection, layers: Mapping[str, LayerShape], chosen: Sequence[str]) -> int:

@@ -27,7 +27,6 @@ def check_adapter_section(draft: Draft) -> None:
         "training.freeze": "the adapter freezes all other parameters",
         "training.fp8": "adapters do not support fp8",
         "training.qat.type": "adapters do not support quantization-aware training",
-        "model.num_labels": "the head of a reward model must be trained, but the adapter freezes it",
         "model.load_optimizer": "the saved optimizer state is for all parameters, but the adapter freezes them",
     }
     for key, why in others.items():

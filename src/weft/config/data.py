@@ -154,7 +154,8 @@ class DataSection(Section):
     """
     validation: HeldOut | None = None
     """Held-out data: a token store, raw data, a custom dataset, or several of these, each with a name, such as `{code:
-    stores/code, prose: stores/prose}`. Default: no validation.
+    stores/code, prose: stores/prose}`. With an objective that generates its training data: files of held-out prompts.
+    Default: no validation.
     """
     layout: Literal["messages", "sharegpt", "alpaca", "pairs", "preferences", "text"] | None = None
     """Layout of the records of raw data. `messages`: OpenAI's messages; `pairs`: a prompt and an answer;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from weft.config.data import held_out_sets
 from weft.config.draft import Draft
 from weft.config.model_source import newest_checkpoint
 from weft.headers import is_raw
@@ -21,6 +22,7 @@ NO_EFFECT = (
     "data.length_warmup",
     "training.batch_tokens",
 )
+FOR_PROMPTS = ("validation.prompts", "validation.temperature")
 LENGTHS = ("training.tokens", "training.epochs")
 FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
@@ -34,6 +36,9 @@ def generates(draft: Draft) -> bool:
 def check_rollouts(draft: Draft) -> None:
     """Reports keys that have no effect on generated training data, and settings that contradict each other."""
     if not generates(draft):
+        for key in FOR_PROMPTS:
+            if draft.get(key) is not None:
+                draft.report(key, "no effect, because the model does not generate the training data; remove the key")
         return
     for key in NO_EFFECT:
         if draft.get(key) not in (None, 0):
@@ -45,9 +50,13 @@ def check_rollouts(draft: Draft) -> None:
     chosen = draft.get("data.train")
     if not isinstance(chosen, str) or not is_raw(chosen):
         draft.report("data.train", "prompts must be a file, a folder or a pattern of records; give one path")
-    if draft.get("data.validation") is not None:
-        what = "no loss is measured of given answers, because the model generates the training data"
-        draft.report("data.validation", f"{what}; remove the key, and evaluate checkpoints instead")
+    for name, held_out in held_out_sets(draft.get("data.validation")).items():
+        if not isinstance(held_out, str) or not is_raw(held_out):
+            what = "held-out prompts must be a file, a folder or a pattern of records; give a path of prompts"
+            draft.report("data.validation" + f".{name}" * bool(name), what)
+    for key in ("validation.tokens", "validation.micro_batch_size"):
+        if draft.get(key) is not None:
+            draft.report(key, "no effect on completions of held-out prompts; set validation.prompts instead")
     if draft.get("data.overlong") == "truncate":
         draft.report("data.overlong", "a prompt is not truncated; set drop or refuse")
     if draft.get("training.qat.type") is not None:

@@ -99,7 +99,11 @@ class TrainingSection(Section):
 
 
 class ValidationSection(Section):
-    """Settings of the validation, which measures the loss on `data.validation`."""
+    """Settings of the validation, which measures the loss on `data.validation`.
+
+    With an objective that generates its training data, the validation measures the rewards of completions of held-out
+    prompts instead.
+    """
 
     every: int | None = Field(None, ge=1)
     """Number of steps between validations. A validation also follows the last step. Default: a tenth of the run's
@@ -111,6 +115,14 @@ class ValidationSection(Section):
     """
     micro_batch_size: int | None = Field(None, ge=1)
     """Number of sequences per forward pass and rank. Default: `training.micro_batch_size`."""
+    prompts: int | None = Field(None, ge=1)
+    """Number of held-out prompts of each validation during training, of each set; the validation at the end of the run
+    uses all. These are the first prompts. Only with an objective that generates its training data. Default: all.
+    """
+    temperature: float | None = Field(None, ge=0)
+    """Sampling temperature of the completion of each held-out prompt; 0: the most likely tokens. Only with an objective
+    that generates its training data. Default: 0.
+    """
 
 
 class SamplesSection(Section):

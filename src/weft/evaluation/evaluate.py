@@ -197,6 +197,8 @@ def _held_out_stores(checkpoint: Path | None, console: Console) -> list[tuple[st
         raise UserError("data.validation of this run has a custom dataset; set `store` to a token store", run)
     if any(is_raw(store) for store in named):
         config = RunConfig.load(run / "config.yaml", check_data=False)
+        if config.generates:
+            raise UserError("data.validation of this run has only prompts; set `store` to a token store", run)
         config = config.model_copy(update={"tokenizer": str(tokenizer_folder(checkpoint) or config.tokenizer)})
         packed = pack_sources(config, console, train=False).data.held_out_stores.values()
         return list(zip(packed, named, strict=True))

@@ -12,7 +12,14 @@ import torch
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.adapter_record import read_adapter_record
 from weft.checkpoint.adapter_start import base_of
-from weft.checkpoint.adapter_weights import Rounding, dequantized_weights, merge_weights, read_adapter
+from weft.checkpoint.adapter_weights import (
+    Rounding,
+    dequantized_weights,
+    merge_weights,
+    read_adapter,
+    read_heads,
+    replace_heads,
+)
 from weft.checkpoint.base_model import AnyModelSection, check_digest, open_base
 from weft.checkpoint.huggingface.config_files import read_origin, with_stop_token
 from weft.checkpoint.huggingface.import_model import WrittenModel, parse_dtype
@@ -22,9 +29,11 @@ from weft.checkpoint.shard_files import SHARD_BYTES, write_checkpoint
 from weft.checkpoint.tensor_file import Entry, dtype_name
 from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.checkpoint.weights import Weights
-from weft.config.model import CustomModelSection
+from weft.config.adapter import trained_heads
+from weft.config.model import CustomModelSection, ModelSection
 from weft.errors import UserError
 from weft.export.hf import ExportedModel, parse_size, write_huggingface
+from weft.families.peft_config import read_peft_config
 from weft.formatting import percent
 from weft.models.huggingface_weights import saved_dtype
 from weft.models.low_rank import LowRank
@@ -148,7 +157,7 @@ def merged_run(
     if record.section.quantize is not None:
         weights = dequantized_weights(section, weights, record.section.quantize)
     tokenizer = tokenizer_folder(checkpoint) or tokenizer_folder(base)
-    return _merged(section, weights, changes, {}, kind, rounding, tokenizer)
+    return _merged(section, weights, changes, read_heads(checkpoint, section), kind, rounding, tokenizer)
 
 
 def _of_peft(base: Path, folder: Path, kind: torch.dtype | None, rounding: Rounding) -> tuple[ExportedModel, str]:
@@ -158,6 +167,8 @@ def _of_peft(base: Path, folder: Path, kind: torch.dtype | None, rounding: Round
         raise UserError("this is an adapter itself; with --adapter, give its base model", base)
     if isinstance(section, CustomModelSection):
         raise UserError(f"PEFT's names of the layers of a custom model ({section.type}) are not known", base)
+    if isinstance(section, ModelSection) and read_peft_config(folder).scores:  # the base model can predict tokens
+        section = ModelSection.model_validate({**section.model_dump(by_alias=True), "num_labels": 1})
     adapter = read_peft(folder, section)
     if (trained_on := base_of(adapter)) is not None:
         check_digest(section, base, trained_on)
@@ -174,7 +185,9 @@ def _merged(
     rounding: Rounding,
     tokenizer: Path | None,
 ) -> tuple[ExportedModel, str]:
-    merged = merge_weights(weights, changes, full, kind, rounding)
+    heads = {name: full[name] for name in trained_heads(section) if name in full}
+    full = {name: weight for name, weight in full.items() if name not in heads}
+    merged = merge_weights(replace_heads(weights, heads, kind), changes, full, kind, rounding)
     changed = next(name for name in merged.tensors if name.removesuffix(".weight") in changes or name in full)
     return ExportedModel(section, merged, tokenizer), changed
 

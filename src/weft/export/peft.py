@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.checkpoint.adapter_record import read_adapter_record
-from weft.checkpoint.adapter_weights import read_adapter
+from weft.checkpoint.adapter_weights import read_adapter, read_heads
 from weft.checkpoint.huggingface.config_files import copy_tokenizer_files
 from weft.checkpoint.huggingface.peft_writer import write_peft
 from weft.checkpoint.load import architecture, tokenizer_folder
@@ -41,7 +41,7 @@ def export(source: Path, out: Path, console: Console, *, base: str | None = None
         raise UserError(f"a custom model ({section.type}) has no class in Transformers, which PEFT needs", source)
     if isinstance(section, ModelSection):
         to_config_json(section)  # refuses a model that Transformers has no code for
-    layers = read_adapter(source, record.section)
+    layers, heads = read_adapter(source, record.section), read_heads(source, section)
     if base is None and is_huggingface(record.base.path):
         base = str(record.base.path.absolute())
     if base is None:
@@ -56,7 +56,7 @@ def export(source: Path, out: Path, console: Console, *, base: str | None = None
     tokenizer = tokenizer_folder(source)
     with new_folder(out, sum(one.a.nbytes + one.b.nbytes for one in layers.values())) as folder:
         options = {"rslora": record.section.rslora, "dropout": record.section.dropout}
-        number = write_peft(folder, section, layers, base=base, digest=record.base.digest, **options)
+        number = write_peft(folder, section, layers, heads, base=base, digest=record.base.digest, **options)
         if tokenizer is not None:
             copy_tokenizer_files(tokenizer, folder)
     return f"LoRA adapter of {counted(number, 'layer')}"

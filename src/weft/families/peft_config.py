@@ -55,6 +55,11 @@ class PeftConfig:
     base: str | None
     keys: Mapping[str, Any]
 
+    @property
+    def scores(self) -> bool:
+        """Whether the adapted model has a head `score` in place of an output head."""
+        return self.keys.get("task_type") == "SEQ_CLS"
+
     def rank_of(self, name: str) -> int:
         """Returns the rank of a layer. `name` is the layer's name in the Transformers model."""
         return self._by_pattern("rank_pattern", name, self.rank)

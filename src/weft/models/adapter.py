@@ -10,8 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.config.adapter import ROUTERS, STACKED, AdapterSection, adapted_layers, layer_of, unquantizable
+from weft.config.adapter import (
+    ROUTERS,
+    STACKED,
+    AdapterSection,
+    adapted_layers,
+    layer_of,
+    trained_heads,
+    unquantizable,
+)
 from weft.errors import UserError
+from weft.models.decoder import Decoder
 from weft.models.layers.blockwise import FORMATS, PACKED, block_size
 from weft.models.layers.custom import derive_seed
 from weft.models.layers.lora import Lora, has_quantized_weight, lora_linear
@@ -49,7 +58,8 @@ def add_adapter(
     names: list[str] | None = None,
     wrap: Wrap = _replace_forward,
 ) -> None:
-    """Adds the parameters of an adapter to the layers that `section` selects, and freezes all other parameters.
+    """Adds the parameters of an adapter to the layers that `section` selects, and freezes all other parameters, except
+    for the head of a reward model.
 
     The new parameters are uninitialized, in the dtype and on the device of the layer's weight; the initial values that
     PiSSA keeps have at least float32, so that their product is the product that training subtracted. With
@@ -67,7 +77,9 @@ def add_adapter(
     layers: dict[str, Any] = linear_layers(model)
     stacked = [name for name, module in layers.items() if isinstance(module, Experts)]
     names = adapted_layers(section, layers, stacked) if names is None else names
-    model.requires_grad_(False)
+    heads = trained_heads(model.config) if isinstance(model, Decoder) else ()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in heads)
     for name in (name for name in names if name in layers):  # a pipeline stage has only some of the layers
         _add_low_rank(layers[name], name.rpartition(".")[2], section)
     if section.quantize is not None:
@@ -142,6 +154,18 @@ def _adapted(linear: nn.Linear, forward: Callable) -> Callable:
 def is_adapter(name: str) -> bool:
     """Whether a parameter belongs to an adapter, by its name."""
     return layer_of(name) is not None
+
+
+def saved_with_adapter(model: object) -> Callable[[str], bool]:
+    """Returns a function that tells by its name whether a tensor of a model is in checkpoints of an adapter.
+
+    These are the parameters of the adapter, and the head of a reward model.
+
+    Args:
+        model: the section `model`.
+    """
+    heads = trained_heads(model)
+    return lambda name: is_adapter(name) or name in heads
 
 
 def initial_adapter_value(

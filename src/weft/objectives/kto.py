@@ -40,6 +40,9 @@ class KTO(Objective):
         undesirable_weight: weight of undesirable answers.
         reference: the reference model. `start`: the model with which the run starts, including a trained adapter that
             `adapter.from` names; or the path of a run, checkpoint or Hugging Face folder.
+        cache_reference: whether the reference's log-probabilities of all tokens, in the answers and in the mismatched
+            pairs, are computed once before training, and kept in the cache folder, with 8 bytes per token. Then the
+            reference is not in memory during training.
     """
 
     scalars = ("kl", "accuracy", "reward_chosen", "reward_rejected", "logprob_chosen", "logprob_rejected")
@@ -51,9 +54,11 @@ class KTO(Objective):
         desirable_weight: Annotated[float, Ge(0)] = 1.0,
         undesirable_weight: Annotated[float, Ge(0)] = 1.0,
         reference: str = "start",
+        cache_reference: bool = False,
     ):
         self.beta, self.desirable_weight, self.undesirable_weight = beta, desirable_weight, undesirable_weight
         self.frozen_models, self.fields = {"reference": reference}, {"label": Field(per_document=True)}
+        self.cache_prepare = {"objective": "kto"} if cache_reference else None
 
     def weight(self, batch: Batch) -> torch.Tensor:
         """Returns the number of answers."""
@@ -66,11 +71,19 @@ class KTO(Objective):
             `reference`: the reference's log-probabilities of the answers, `[batch, documents]`. `kl`: for each sequence
             the sum of r over its mismatched pairs, and the number of these pairs, `[batch, 2]`.
         """
-        reference = answer_logprobs(forward(self.inputs(batch), model="reference"), batch)
+        of_reference = batch.extra if self.cache_prepare else self.prepare_frozen(forward, batch)
         mixed, count = mismatched(batch)
-        inputs = self.inputs(mixed)
-        ratios = (forward(inputs) - forward(inputs, model="reference")).to(torch.float64) * mixed.weight
-        return {"reference": reference, "kl": torch.stack((batch.sum_tokens(ratios) * (count > 0), count), 1)}
+        ratios = (forward(self.inputs(mixed)) - of_reference["reference_mismatched"]).to(torch.float64) * mixed.weight
+        kl = torch.stack((batch.sum_tokens(ratios) * (count > 0), count), 1)
+        return {"reference": answer_logprobs(of_reference["reference_logprobs"], batch), "kl": kl}
+
+    def prepare_frozen(self, forward: Forward, batch: Batch) -> dict[str, Any]:
+        """Returns the reference's log-probabilities of the labels, in the batch and in mismatched pairs."""
+        mixed, _ = mismatched(batch)
+        return {
+            "reference_logprobs": forward(self.inputs(batch), model="reference"),
+            "reference_mismatched": forward(self.inputs(mixed), model="reference"),
+        }
 
     def combine(self, prepared: Sequence[dict[str, Any]], reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces `kl` of each sequence by the sums over the sequences of the global batch."""

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from weft.config.adapter import trained_heads
 from weft.config.legal_mesh import check_tensor_parallel
 from weft.config.mesh import ParallelSection
 from weft.config.model import ModelSection
@@ -180,13 +181,13 @@ def multiply_in_fp8(model: nn.Module, state: ModelState) -> nn.Module:
 
 def use_frozen_dtype(model: nn.Module, state: ModelState) -> nn.Module:
     """Freezes all parameters if `ModelPlan.frozen` is set. Casts a frozen model, or the base model of an adapter, to
-    the compute dtype; parameters of an adapter keep `ModelPlan.state_dtype`. Assumes plain parameters.
+    the compute dtype; the trained parameters of an adapter run keep `ModelPlan.state_dtype`. Assumes plain parameters.
     """
     plan = state.plan
     if plan.frozen:
         model.requires_grad_(False)
     for name, parameter in model.named_parameters() if plan.frozen or plan.adapter is not None else ():
-        if not is_adapter(name) and parameter.is_floating_point():
+        if not (is_adapter(name) or parameter.requires_grad) and parameter.is_floating_point():
             parameter.data = parameter.data.to(plan.dtype)
     return model
 
@@ -296,8 +297,11 @@ def fill(model: nn.Module, plan: ModelPlan) -> None:
     """Initializes parameters and buffers, independently of the mesh.
 
     Each rank draws the full parameter, seeded by the run's seed and the parameter's name, and keeps its own shard. With
-    an adapter, the parameters of the base model stay uninitialized, because they are loaded.
+    an adapter, the parameters of the base model stay uninitialized, because they are loaded; the head of a reward model
+    is initialized, because a base model that predicts tokens does not have it.
     """
-    for name, parameter in model.named_parameters() if plan.adapter is None else ():
+    for name, parameter in model.named_parameters():
+        if plan.adapter is not None and name not in trained_heads(plan.model):
+            continue
         set_full_value(parameter, initial_value(model, name, plan.seed, dtype=parameter.dtype))
     initialize_buffers(model, plan.seed)

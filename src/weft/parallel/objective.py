@@ -53,7 +53,8 @@ class Objective:
     - `embedding_noise`: magnitude of the noise that training adds to the embeddings (`EmbeddingNoise`); default 0.
     - `cache_prepare`: a JSON value that identifies what `prepare` computes with the frozen models, such as its
       settings. Then `prepare` is called once for each sample, before the training, and its results `[batch, seq, ...]`
-      are cached. It must not call the trained model. Default None: no cache.
+      are cached. It must not call the trained model; what needs it belongs into `prepare`, and the rest into
+      `prepare_frozen`. Default None: no cache.
     - `frozen_models`: name -> source of models that `prepare` calls and that are not trained, such as a reference or a
       teacher. A source is "start" (the model with which the run starts, also after it resumes) or the path of a run, a
       checkpoint or a Hugging Face folder.
@@ -69,6 +70,8 @@ class Objective:
       before those of the step), without gradient and dropout. The dict that it returns is added to `batch.extra` before
       `inputs` and `loss` are called. `forward(inputs)` calls the trained model, and `forward(inputs, model=NAME)` a
       model of `frozen_models`.
+    - `prepare_frozen(forward, batch) -> dict` is called in place of `prepare` to compute the results that are cached
+      because of `cache_prepare`. `prepare` then runs in each step, too, with these results in `batch.extra`.
     - `combine(prepared, reduce)` runs in each training step after `prepare`, which then runs for all micro-batches
       first: `prepared` is the list of their dicts, which it can change, and `reduce(tensor)` sums a tensor over the
       data parallel ranks. So values can depend on the global batch. It does not run in validation.

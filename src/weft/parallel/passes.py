@@ -185,16 +185,23 @@ class Passes:
 
     @torch.no_grad()
     def prepare_full(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Returns the result of `Objective.prepare`, of tensors `[batch, seq, ...]`, for complete sequences."""
-        (prepared,) = self.prepare([batch])
+        """Returns what is cached of a batch, tensors `[batch, seq, ...]`, for complete sequences.
+
+        This is the result of `Objective.prepare_frozen` or, if the objective does not have it, of `prepare`.
+        """
+        make: Any = getattr(self.objective, "prepare_frozen", self._prepare)
+        with self.evaluating():
+            prepared = dict(make(*self._forward_without_gradient(batch)))
         if self.sequence_shard is None:
             return prepared
         full, _ = self.shard(batch, {})
         return {name: self.sequence_shard.gather(values, full) for name, values in prepared.items()}
 
     def stop_preparing(self) -> None:
-        """Must be called if batches already have what `Objective.prepare` returns. Frees the frozen models."""
-        self._prepare, self.frozen = None, {}
+        """Must be called if batches already have what `prepare_full` returns. Frees the frozen models."""
+        self.frozen = {}
+        if not hasattr(self.objective, "prepare_frozen"):
+            self._prepare = None
 
     def _forward_without_gradient(self, micro_batch: Batch) -> tuple[Forward, Batch]:
         """Returns the arguments of `Objective.prepare`: a function that calls a model, and this rank's shard."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from weft.config.rules import MOST_STEPS
 from weft.config.run import RunConfig
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
-from weft.models.adapter import is_adapter
+from weft.models.adapter import saved_with_adapter
 from weft.models.roles import parameter_roles
 from weft.optim.parameter_groups import parameter_groups
 from weft.optim.schedule import Schedule
@@ -188,7 +189,7 @@ def restore(
         The saved state: `step` (number of updates) and the other values of the checkpoint; `{"step": 0}` for a new run.
     """
     config, path, world = job.config, job.run.path, job.world
-    adapter, select = config.adapter, None if config.adapter is None else is_adapter
+    adapter, select = config.adapter, None if config.adapter is None else saved_with_adapter(config.model)
     if world.agree(lambda: bool(checkpoints(path)), only_first=True):
         checkpoint = world.agree(lambda: resolve(path))
         if adapter is not None:
@@ -208,7 +209,9 @@ def restore(
     section = config.model
     if adapter is not None:
         start = world.agree(lambda: open_start(adapter, section))
-        restore_base(job, model, None if start is None else start.record(adapter))
+        base = restore_base(job, model, None if start is None else start.record(adapter))
+        for text in world.agree(lambda: new_parts(section, base)[1]) if start is None or not start.heads else ():
+            job.console.line(text.format(base))
         if start is None:
             fill_from_base(model, adapter)
         else:
@@ -227,8 +230,8 @@ def restore(
     return {"step": 0}
 
 
-def restore_base(job: Job, model: nn.Module, record: AdapterRecord | None) -> None:
-    """Loads the weights of an adapter run's base model.
+def restore_base(job: Job, model: nn.Module, record: AdapterRecord | None) -> Path:
+    """Loads the weights of an adapter run's base model, and returns its path.
 
     Args:
         record: the record of the checkpoint from which the run resumes; None for a new run.
@@ -242,3 +245,4 @@ def restore_base(job: Job, model: nn.Module, record: AdapterRecord | None) -> No
             "(checkpoint.keep_last); copy the checkpoint, and set model.from to the copy"
         )
     state.base = load_base(model, section, path, record)
+    return path

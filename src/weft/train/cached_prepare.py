@@ -44,12 +44,13 @@ class WithFields:
 
     Args:
         fields: name -> value of each sample, `[samples, seq, ...]`.
+        layout: the layout of the samples without these fields.
     """
 
     complete = True
 
-    def __init__(self, dataset: Dataset, fields: Mapping[str, np.ndarray]):
-        self.dataset, self.fields = dataset, dict(fields)
+    def __init__(self, dataset: Dataset, fields: Mapping[str, np.ndarray], layout: Layout):
+        self.dataset, self.fields, self.layout = dataset, dict(fields), layout
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -60,7 +61,7 @@ class WithFields:
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Returns samples, stacked `[n, seq, ...]`."""
         found = {name: np.stack([array[index] for index in indices]) for name, array in self.fields.items()}
-        return read_samples(self.dataset, indices) | found
+        return read_samples(self.dataset, indices, self.layout) | found
 
     def where(self, index: int) -> str:
         """Describes the origin of a sample, for messages."""
@@ -71,7 +72,8 @@ def cache_prepared(job: Job, data: Data, frozen: FrozenModels, passes: Passes) -
     """Adds what `prepare` returns to the samples of a run, if the objective has `cache_prepare`.
 
     The values of a token store are read from the user's cache folder, or computed by all ranks and written there. The
-    frozen models are freed afterwards, and `prepare` is not called again. Every rank must call it, before any step.
+    frozen models are freed afterwards, and `prepare` is not called again, unless the objective has `prepare_frozen`,
+    whose results are then cached instead. Every rank must call it, before any step.
 
     Args:
         passes: the passes of the trained model.
@@ -100,7 +102,7 @@ def cache_prepared(job: Job, data: Data, frozen: FrozenModels, passes: Passes) -
                     found = _read(path, len(dataset))
             if found is None:
                 raise error_on_all_ranks(f"{path}: not found on all hosts; set WEFT_CACHE to a folder that they share")
-            known[id(dataset)] = WithFields(dataset, found)
+            known[id(dataset)] = WithFields(dataset, found, layout)
         return known[id(dataset)]
 
     for source in (data.source, *(batches for one in data.held_out for batches in (one.full, one.subset))):

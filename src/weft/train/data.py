@@ -85,6 +85,11 @@ class Data:
     left_out: dict[str, dict[str, int]] = field(default_factory=dict)
     plan: MixturePlan | None = None
 
+    @property
+    def validates(self) -> bool:
+        """Whether there are held-out data or prompts."""
+        return bool(self.held_out) or (isinstance(self.source, RolloutSource) and self.source.held_out is not None)
+
     def micro_batch_size(self, batch: Batch) -> int:
         """Returns the number of sequences per forward pass, for this rank's sequences of a global batch."""
         if not isinstance(self.source, BatchSource):

@@ -24,7 +24,7 @@ from weft.config.transformers_model import TransformersModelSection, folder_conf
 from weft.errors import ConfigError, UserError
 from weft.families.config_json import is_huggingface
 from weft.headers import read_token_ids, read_tokenizer_header
-from weft.models.adapter import is_adapter
+from weft.models.adapter import saved_with_adapter
 from weft.parallel.adapter import subtract_initial_product
 from weft.parallel.apply import build_sharded_model
 from weft.parallel.axes.context import choose_method
@@ -340,7 +340,7 @@ def _load_copy(job: Job, plan: ModelPlan, source: Source, path: Path | None) -> 
     record = job.world.agree(lambda: read_adapter_record(path))
     if record is not None:
         load_base(model, source.section, job.world.agree(lambda: record.found_base(path)), record)
-        load(path, model=model, select=is_adapter)
+        load(path, model=model, select=saved_with_adapter(source.section))
         subtract_initial_product(model, record.section)
     elif isinstance(source.section, TransformersModelSection) and is_huggingface(path):
         section = source.section

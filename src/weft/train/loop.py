@@ -140,7 +140,7 @@ class Loop:
         self.passes.after_update()
         self.callbacks.call("begin", self.state)
         every = self.length.validation_every
-        missed = self.replay and self.data.held_out and every is not None and step % every == 0
+        missed = self.replay and self.data.validates and every is not None and step % every == 0
         if missed and self.callbacks.depend_on_validations:
             self.validate(step)
         return self.state
@@ -231,7 +231,7 @@ class Loop:
         self.callbacks.call("step", self.state)
         if self.due(step, self.length.checkpoint_every):
             self.save(step)
-        if self.data.held_out and self.due(step, self.length.validation_every):
+        if self.data.validates and self.due(step, self.length.validation_every):
             self.validate(step)
         if self.sampler is not None and self.due(step, self.length.samples_every):
             doing(f"step {step:,}, writing samples", "samples", LONG)
@@ -307,11 +307,16 @@ class Loop:
         return self.optimizer.defaults["lr"] * factor
 
     def validate(self, step: int) -> None:
-        """Evaluates up to `validation.tokens` tokens of each validation set, or all tokens after the last step."""
-        show = partial(self.recorder.validating, step)
+        """Evaluates up to `validation.tokens` tokens (or `prompts`) of each set, or all of them after the last step."""
+        show, source = partial(self.recorder.validating, step), self.data.source
         full = step == self.length.steps
         with self.callbacks.validating(self.state):
-            self.measured = validate(self.model, self.passes, self.data.held_out, self.world, full=full, show=show)
+            if isinstance(source, RolloutSource):
+                self.measured = source.validate(step, full=full)
+            else:
+                self.measured = validate(self.model, self.passes, self.data.held_out, self.world, full=full, show=show)
+        if not self.measured:  # a request to stop, which the next step answers
+            return
         self.state.metrics |= self.measured
         self.recorder.validated(step, self.measured)
         self.validated_at = step
@@ -321,7 +326,7 @@ class Loop:
         """Saves a checkpoint: weights, optimizer state, loss scale, callbacks' state, and the step."""
         settings, compress = self.config.checkpoint, self.compress
         values, tensors = self.callbacks.state_dict()
-        pending = self.data.held_out and self.due(step, self.length.validation_every) and self.validated_at != step
+        pending = self.data.validates and self.due(step, self.length.validation_every) and self.validated_at != step
         state: dict[str, Any] = {
             "step": step,
             "tokens": self.tokens,

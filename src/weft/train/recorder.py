@@ -251,7 +251,10 @@ class Recorder:
 
     def validated(self, step: int, measured: dict[str, float]) -> None:
         """Prints the metrics of a validation."""
-        if self.prints:
+        if self.prints and "validation_loss" not in measured:
+            reward, length = measured["validation_reward"], measured["validation_completion_length"]
+            self.console.line(f"step {step:,}: validation reward {reward:.4f}, {length:.1f} tokens per completion")
+        elif self.prints:
             bits = measured.get("validation_bits_per_byte")
             named = {key.partition("/")[2]: v for key, v in measured.items() if key.startswith("validation_loss/")}
             self.console.line(
@@ -263,7 +266,7 @@ class Recorder:
     def write(self, state: State) -> None:
         """Writes the step's metrics to the metrics file and the trackers, if the step is logged or had a validation."""
         line = state.metrics
-        if not state.logged and "validation_loss" not in line:
+        if not state.logged and not any(name.startswith("validation_") for name in line):
             return
         self.clock.reset()
         if self.prints:

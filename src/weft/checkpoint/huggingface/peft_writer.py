@@ -25,6 +25,7 @@ def write_peft(
     folder: Path,
     section: ModelSection | TransformersModelSection,
     layers: Mapping[str, LowRank],
+    heads: Mapping[str, torch.Tensor] | None = None,
     *,
     rslora: bool = False,
     dropout: float = 0.0,
@@ -37,6 +38,7 @@ def write_peft(
         folder: an existing folder.
         section: the base model.
         layers: name of a weight of Weft's model, without `.weight` -> its change.
+        heads: name of the head of a reward model -> its weight (`modules_to_save`).
         rslora: whether the config states scales as alpha / sqrt(rank) instead of alpha / rank.
         dropout: dropout of the adapter in training.
         base: path or name of the base model.
@@ -59,6 +61,24 @@ def write_peft(
         raise UserError(
             f"{min(left)}: the Transformers model has no layer of its own for this weight; merge the adapter"
         )
+    tensors = _tensors(names, joined)
+    if len({change.magnitude is None for change in joined.values()}) > 1:
+        raise UserError("PEFT uses DoRA for all layers of an adapter or for none; merge the adapter instead")
+    heads = heads or {}
+    saved = {name: heads[targets[0][0]] for name, targets in names.weights.items() if targets[0][0] in heads}
+    tensors |= {PREFIX + name: weight for name, weight in saved.items()}
+    config = _config(names, joined, rslora, dropout)
+    if saved:
+        config |= {"task_type": "SEQ_CLS", "modules_to_save": [name.removesuffix(".weight") for name in saved]}
+    metadata = {"format": "pt"} | ({} if digest is None else {digest_key(isinstance(section, ModelSection)): digest})
+    written = {key: one.detach().contiguous().clone() for key, one in tensors.items()}
+    save_file(written, folder / ADAPTER_WEIGHTS, metadata)
+    files.write_json(folder / ADAPTER_CONFIG, {"base_model_name_or_path": base, **config})
+    return len(joined)
+
+
+def _tensors(names: PeftModel, joined: Mapping[str, LowRank]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the changes of layers of the Transformers model, by their keys in PEFT's files."""
     stems = {name: name for name in joined if not names.layers[name].experts}
     stems |= {layer.name: stem for stem, layer in stacked_keys(names.layers[name] for name in joined).items()}
     tensors: dict[str, torch.Tensor] = {}
@@ -69,14 +89,7 @@ def write_peft(
         tensors |= {f"{stem}.{A}": a, f"{stem}.{B}": b}
         if change.magnitude is not None:
             tensors[f"{stem}.{MAGNITUDE}"] = change.magnitude
-    if len({change.magnitude is None for change in joined.values()}) > 1:
-        raise UserError("PEFT uses DoRA for all layers of an adapter or for none; merge the adapter instead")
-    config = _config(names, joined, rslora, dropout)
-    metadata = {"format": "pt"} | ({} if digest is None else {digest_key(isinstance(section, ModelSection)): digest})
-    written = {key: one.detach().contiguous().clone() for key, one in tensors.items()}
-    save_file(written, folder / ADAPTER_WEIGHTS, metadata)
-    files.write_json(folder / ADAPTER_CONFIG, {"base_model_name_or_path": base, **config})
-    return len(joined)
+    return tensors
 
 
 def _join(layer: PeftLayer, changes: Sequence[LowRank | None]) -> LowRank:

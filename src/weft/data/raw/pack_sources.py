@@ -76,7 +76,7 @@ def detect_sources(config: RunConfig, *, train: bool = True) -> dict[str, RawDat
     """
     data, found, needs = config.data, {}, objective_data(config.objective.type, config.objective.arguments.get)
     for key, path in data.raw.items():
-        if key.startswith("data.train") and (not train or config.generates):  # prompts are not packed
+        if config.generates or (key.startswith("data.train") and not train):  # prompts are not packed
             continue
         if config.tokenizer is None:
             raise UserError(f"{key}: {path} is raw data, which needs a tokenizer; set tokenizer")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -15,9 +15,11 @@ class EarlyStopping(Callback):
 
     Args:
         patience: number of consecutive validations without an improvement after which the run stops.
-        min_delta: minimum improvement. A value is an improvement if it is lower than the best value by more than
+        min_delta: minimum improvement. A value is an improvement if it is better than the best value by more than
             `min_delta`.
-        metric: name of the validation metric; lower is better.
+        metric: name of the validation metric.
+        mode: `min`: lower values of the metric are better; `max`: higher values are, such as those of
+            `validation_reward`.
     """
 
     def __init__(
@@ -26,9 +28,11 @@ class EarlyStopping(Callback):
         patience: Annotated[int, Ge(1)] = 3,
         min_delta: Annotated[float, Ge(0)] = 0.0,
         metric: str = "validation_loss",
+        mode: Literal["min", "max"] = "min",
     ):
         self.patience, self.min_delta, self.metric = patience, min_delta, metric
-        self.best, self.waited = math.inf, 0
+        self.sign = 1.0 if mode == "min" else -1.0
+        self.best, self.waited = math.inf, 0  # `best` is multiplied by `sign`
 
     def begin(self, state: State) -> None:
         """Stops a resumed run that was stopped early, unless `patience` was raised."""
@@ -42,7 +46,7 @@ class EarlyStopping(Callback):
         if self.metric not in found:
             what = f"early_stopping.metric: validations have no metric {self.metric!r}"
             raise state.mistake(f"callbacks: {what}; use one of {', '.join(found)}")
-        value = float(state.metrics[self.metric])
+        value = self.sign * float(state.metrics[self.metric])
         if value < self.best - self.min_delta:
             self.best, self.waited = value, 0
         else:
@@ -51,7 +55,8 @@ class EarlyStopping(Callback):
 
     def _stop_if_due(self, state: State) -> None:
         if self.waited >= self.patience:
-            state.request_stop(f"{self.metric} has not improved on {self.best:.4f} in {self.waited} validations")
+            best = self.sign * self.best
+            state.request_stop(f"{self.metric} has not improved on {best:.4f} in {self.waited} validations")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the best value of the metric, and the number of validations since the best value."""

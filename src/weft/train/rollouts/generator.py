@@ -198,17 +198,22 @@ class Generator:
         places = [_place(prompts, index, group) for index in range(len(completions))]
         return self.rewards(arguments, places, [one.scores for one in completions])
 
+    def values(self, found: Rewarded) -> dict[str, torch.Tensor]:
+        """Returns the values of each completion by the name of their metric, float64 `[completions]`."""
+        completions, rewards, groups = found
+        values = {"reward": groups.flatten()}
+        if len(rewards) > 1:
+            values |= {f"reward/{name}": row for name, row in zip(self.rewards.names, rewards, strict=True)}
+        values["completion_length"] = torch.tensor([one.new_tokens for one in completions], dtype=torch.float64)
+        values["truncated"] = torch.tensor([one.truncated for one in completions], dtype=torch.float64)
+        return values
+
     def metrics(self, found: Rewarded) -> dict[str, float]:
         """Returns the means and percentiles of rewards and lengths."""
-        completions, rewards, groups = found
-        lengths = torch.tensor([one.new_tokens for one in completions], dtype=torch.float64)
-        values = {"reward": groups.mean(), "completion_length": lengths.mean()}
-        if len(rewards) > 1:
-            values |= {f"reward/{name}": row.mean() for name, row in zip(self.rewards.names, rewards, strict=True)}
-        for name, row in (("reward", groups.flatten()), ("completion_length", lengths)):
-            values |= {f"{name}_p{q * 100:.0f}": row.quantile(q) for q in QUANTILES}
-        values["truncated"] = torch.tensor([float(one.truncated) for one in completions]).mean()
-        return {name: float(value) for name, value in values.items()}
+        values = self.values(found)
+        means = {name: float(row.mean()) for name, row in values.items()}
+        spread = ("reward", "completion_length")
+        return means | {f"{name}_p{q * 100:.0f}": float(values[name].quantile(q)) for name in spread for q in QUANTILES}
 
 
 def _place(prompts: Sequence[RolloutPrompt], index: int, group: int) -> str:

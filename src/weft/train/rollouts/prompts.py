@@ -70,7 +70,9 @@ class Prompts:
         return {name: prompt.place for name, prompt in first.items() if prompt is not None}
 
 
-def read_prompts(path: str, data: DataSection, tokenizer: Tokenizer, room: int, tools: list[Any]) -> Prompts:
+def read_prompts(
+    path: str, data: DataSection, tokenizer: Tokenizer, room: int, tools: list[Any], *, held_out: bool = False
+) -> Prompts:
     """Reads the prompts of raw data: records with `prompt` or `messages`, a text or messages, and any other values.
 
     Args:
@@ -78,6 +80,7 @@ def read_prompts(path: str, data: DataSection, tokenizer: Tokenizer, room: int, 
         data: the section `data`, whose `fields`, `chat_template` and `overlong` apply.
         room: maximum number of tokens of a prompt.
         tools: JSON schemas of the tools that the model can call.
+        held_out: of a folder with splits, read the validation data instead of the training data.
 
     Raises:
         UserError: a record has no prompt or is invalid, all prompts are too long, or one is and `data.overlong` is
@@ -87,7 +90,7 @@ def read_prompts(path: str, data: DataSection, tokenizer: Tokenizer, room: int, 
     if other := sorted((data.fields or {}).keys() - {"prompt"}):
         raise UserError(f"data.fields.{other[0]}: unknown field; prompts have only the field prompt; remove it")
     conversation, found, dropped, digest = None, [], 0, hashlib.sha256()
-    for file in find_raw_files(path, held_out=False):
+    for file in find_raw_files(path, held_out=held_out):
 
         def refuse(name: Path, reject: Reject) -> None:
             raise UserError(

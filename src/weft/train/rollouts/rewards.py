@@ -59,9 +59,13 @@ class Rewards:
         self.names = [
             f"{name}-{names[:n].count(name) + 1}" if name in names[:n] else name for n, name in enumerate(names)
         ]
+        self.check_columns(columns, missing or {})
+
+    def check_columns(self, columns: Sequence[str], missing: Mapping[str, str]) -> None:
+        """Raises UserError if columns cannot give the functions their arguments (see `Rewards`)."""
         for function in self.functions:
             if isinstance(function, UserFunction):
-                _check_arguments(function, columns, missing or {})
+                _check_arguments(function, columns, missing)
 
     @property
     def models(self) -> list[RewardModel]:

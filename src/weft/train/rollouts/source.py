@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from weft.parallel.ranks import distinct_values, error_on_all_ranks
 from weft.train.callbacks import Callback, State
 from weft.train.job import Job
 from weft.train.rollouts.generator import Generator
+from weft.train.rollouts.held_out import HeldOutPrompts
 from weft.train.rollouts.prompts import RolloutPrompt
 from weft.train.rollouts.rollout import (
     PER_DOCUMENT,
@@ -61,6 +63,7 @@ class RolloutSource(Callback):
         self._check_objective()
         self.generator = Generator(job, objective)
         self.prompts, self.length = self.generator.prompts, self.generator.length
+        self.held_out = HeldOutPrompts(job, self.generator) if config.data.held_out else None
         self.order = Epochs(len(self.prompts.found), config.run.seed, shuffle=config.data.shuffle)
         self.reward_models: dict[str, str] = {}  # path -> digest
         self.rollout: Rollout | None = None
@@ -82,6 +85,8 @@ class RolloutSource(Callback):
         """Raises UserError on all ranks if they have read different prompts. Warns of prompts that were dropped."""
         if len(distinct_values(self.prompts.digest)) > 1:
             raise error_on_all_ranks("data.train: the ranks have different prompts; give all the same files")
+        if self.held_out is not None:
+            self.held_out.check_ranks()
         self.reward_models = {str(one.checkpoint): one.digest() for one in self.generator.rewards.models}
         dropped, data = self.prompts.dropped, self.job.config.data
         if dropped:
@@ -200,7 +205,7 @@ class RolloutSource(Callback):
         began, settings = time.perf_counter(), self.settings
         samples = self.samples(number * self.updates)
         prompts = [self.prompts.found[int(index)] for index in self.order(samples)]
-        seeds = [self._seed(int(sample)) for sample in samples]
+        seeds = [self._seed("rollout", int(sample)) for sample in samples]
         sampling, task = self.generator.sampling, f"step {step + 1:,}"
         found = self.generator.generate(prompts, seeds, settings.group, sampling, task=task, stopping=self._stopping)
         if found is None:
@@ -229,9 +234,16 @@ class RolloutSource(Callback):
                 selected.append(one if distinct else one._replace(learned=[0] * len(one.ids)))
         return selected, rewards.gather(1, chosen)
 
-    def _seed(self, sample: int) -> int:
+    def validate(self, step: int, *, full: bool) -> dict[str, float]:
+        """Returns the metrics of held-out prompts (see `HeldOutPrompts.validate`); {} if a rank was asked to stop."""
+        if self.held_out is None:
+            return {}
+        seed = partial(self._seed, "validation")  # equal in all validations, which are compared
+        return self.held_out.validate(step, full=full, seed=seed, stopping=self._stopping)
+
+    def _seed(self, use: str, sample: int) -> int:
         """Returns the seed of the completions of a prompt, given the index of the prompt in the run."""
-        key = f"{self.job.config.run.seed} rollout {sample}".encode()
+        key = f"{self.job.config.run.seed} {use} {sample}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
 
     def _show(
