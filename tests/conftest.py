@@ -1,5 +1,6 @@
 """What all tests share: their threads, what needs a GPU, and a tiny corpus with its tokenizer and store."""
 
+import gc
 import json
 import os
 import random
@@ -27,6 +28,8 @@ def _cores() -> int:
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("OMP_NUM_THREADS", str(min(4, max(1, _cores() // _workers)) if _workers > 1 else 1))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Inductor would start processes of its own, each of which imports torch, beside as many workers as there are cores.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Tests of compiled decoding steps ask for them; other tests do not run the C compiler.
 os.environ.setdefault("WEFT_COMPILE", "0")
 # Nothing a test does reaches a hub or a tracker's server.
@@ -53,6 +56,12 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish():
+    """Imported modules and collected tests are never garbage: a look through them takes a third of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -114,6 +123,20 @@ def _weft(*command: str | Path) -> None:
 
     code = main([str(part) for part in command])
     assert code == 0, f"weft {' '.join(map(str, command))}: exit code {code}"
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Trains on several ranks, without `weft train`'s start of processes that import everything: `ranks.run(file, 2)`.
+
+    Tests with it are in the group "ranks": one worker has them all, and the fork server.
+    """
+    sys.path.append(str(Path(__file__).parent / "parallel"))
+    from pool import Pool
+
+    pool = Pool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from running import QUIET, assert_same_weights, finish, losses, metrics, start, train, weights
+from running import QUIET, assert_same_weights, losses, metrics, train, weights
 
 from weft.config.model import ModelSection
 from weft.models.build import build_model
@@ -59,15 +59,14 @@ def assert_equal_runs(one, other):
 
 
 # 6 sequences on 4 ranks: the last one has rows that do not count, neither in the loss nor in the balance.
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(("model", "sequences"), [(DEEPSEEK, 6), (GPT_OSS, 16)], ids=["deepseek, uneven", "gpt-oss"])
-def test_four_ranks_and_single_rows_are_one_process(write, tmp_path, model, sequences):
+def test_four_ranks_and_single_rows_are_one_process(runner, write, model, sequences):
     alone, alone_run = write("alone", model, sequences=sequences)
     four, four_run = write("four", model, sequences=sequences, micro=2, parallel={"dp_replicate": 2, "dp_shard": 2})
     single, single_run = write("single", model, sequences=sequences, micro=1)
-    process = start(four, "--nproc", 4, cwd=tmp_path)
+    runner.pool.run(four, 4, seconds=120)
     assert train(alone) == train(single) == 0
-    code, errors = finish(process)
-    assert code == 0, errors
     assert_equal_runs(alone_run, four_run)
     assert_equal_runs(alone_run, single_run)
 

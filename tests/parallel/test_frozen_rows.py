@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from running import QUIET, finish, losses, metrics, start, train, weights
+from running import QUIET, losses, metrics, train, weights
 
 from weft.config.run import RunConfig
 from weft.errors import ConfigError
@@ -53,12 +53,11 @@ def assert_only_new_rows_moved(file, run, first=FIRST):
             assert (value[old:] != before[name][old:]).any(dim=1).all(), name
 
 
-def test_nothing_else_moves_alone_and_on_two_ranks(write, tmp_path):
+@pytest.mark.xdist_group("ranks")
+def test_nothing_else_moves_alone_and_on_two_ranks(runner, write, tmp_path):
     alone, both = write("alone"), write("both", parallel={"dp_shard": 2})
-    process = start(both, "--nproc", 2, cwd=tmp_path)
+    runner.pool.run(both, 2, seconds=120)
     assert train(alone) == 0
-    code, errors = finish(process)
-    assert code == 0, errors
     for file, run in ((alone, "alone"), (both, "both")):
         assert_only_new_rows_moved(file, tmp_path / "runs" / run)
     for one, other in zip(*(losses(tmp_path / "runs" / run) for run in ("alone", "both")), strict=True):

@@ -1,8 +1,5 @@
 """`weft profile --structure`: what wraps what, without ranks or memory."""
 
-import subprocess
-import sys
-
 import pytest
 
 from weft.cli.main import main
@@ -14,9 +11,16 @@ MOE = {
 }
 
 
-def picture(yaml, *arguments):
-    command = [sys.executable, "-m", "weft", "profile", str(yaml), "--structure", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+@pytest.fixture
+def picture(capfd):
+    """`weft profile --structure` in this process: `picture(yaml, *arguments) -> (exit code, stdout, stderr)`."""
+
+    def run(yaml, *arguments):
+        capfd.readouterr()
+        code = main(["profile", str(yaml), "--structure", *arguments])
+        return code, *capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture
@@ -48,10 +52,9 @@ def test_options_without_effect_are_refused(options, capsys):
     assert options[0] in capsys.readouterr().err
 
 
-def test_one_rank(yaml, tmp_path):
-    done = picture(yaml)
-    assert (done.returncode, done.stderr) == (0, "")
-    text = done.stdout
+def test_one_rank(picture, yaml, tmp_path):
+    code, text, errors = picture(yaml)
+    assert (code, errors) == (0, "")
     assert text.startswith("mesh: one rank; rank 0 of 1; compute in bfloat16, parameters in float32\n")
     plain, recomputed = "layers.0, layers.2 (2): Block", "layers.1, layers.3 (2): Block"
     outside = ["cast the output to torch.float32", "dropout: the layer's seed"]
@@ -62,14 +65,13 @@ def test_one_rank(yaml, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_every_axis_of_a_mesh(yaml):
+def test_every_axis_of_a_mesh(picture, yaml):
     mesh = ["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"]
     sizes = [f"parallel.{axis}=2" for axis in mesh]
-    done = picture(
+    code, text, errors = picture(
         yaml, *sizes, "training.compile=true", "parallel.cp_method=all_gather", "training.micro_batch_size=1"
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    text = done.stdout
+    assert (code, errors) == (0, "")
     assert text.startswith("mesh: pp 2 x dp_replicate 2 x dp_shard 2 x cp 2 x tp 2 x ep 2; rank 0 of 32; ")
     assert "\nDecoder, stage 0\n" in text
     assert chain(text, "layers.1 (1): Block") == [
@@ -87,8 +89,8 @@ def test_every_axis_of_a_mesh(yaml):
     assert "stage 1" not in text
 
 
-def test_a_mesh_that_cannot_be_is_one_line(yaml):
-    done = picture(yaml, "parallel.tp=3", "--nproc", "3")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "parallel.tp" in done.stderr
+def test_a_mesh_that_cannot_be_is_one_line(picture, yaml):
+    code, _, errors = picture(yaml, "parallel.tp=3", "--nproc", "3")
+    assert code == 2
+    assert "Traceback" not in errors
+    assert "parallel.tp" in errors
