@@ -65,12 +65,13 @@ def test_hugging_face_folders(tmp_path, tiny_tokenizer, case):
     assert size < 0.85 * sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 
-def test_a_run_of_ours_against_the_folder_that_it_began_from(tmp_path, run_yaml, tiny_tokenizer):
+@pytest.mark.xdist_group("ranks")
+def test_a_run_of_ours_against_the_folder_that_it_began_from(ranks, tmp_path, run_yaml, tiny_tokenizer):
     """Its state is float32 and sharded, the base is bfloat16 with Hugging Face's names."""
     base = folder(tmp_path / "hf", theirs(dtype=torch.bfloat16), tiny_tokenizer)
     yaml = run_yaml(model=None, training={"steps": 2}, schedule={"warmup_steps": 1}, tokenizer=str(tiny_tokenizer))
     yaml.write_text(yaml.read_text() + f"model: {{from: {base}}}\n")
-    assert weft_command("train", yaml, "--nproc", "2") == 0
+    ranks.run(yaml, 2)
     run = tmp_path / "runs" / "demo"
     again = made_again(tmp_path, base, run)
     one, other = weft.load_model(run).state_dict(), weft.load_model(again).state_dict()

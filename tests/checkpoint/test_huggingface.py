@@ -224,7 +224,8 @@ def losses(tmp_path, name):
     return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
 
 
-def test_training_starts_from_the_folder_each_rank_reading_its_part(tmp_path, run_yaml, tiny_tokenizer):
+@pytest.mark.xdist_group("ranks")
+def test_training_starts_from_the_folder_each_rank_reading_its_part(ranks, tmp_path, run_yaml, tiny_tokenizer):
     source = folder(tmp_path / "hf", theirs("gpt2", embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0), tiny_tokenizer)
     assert weft_command("import", source, tmp_path / "ours") == 0
     common = {
@@ -233,12 +234,14 @@ def test_training_starts_from_the_folder_each_rank_reading_its_part(tmp_path, ru
         "tokenizer": str(source),
         "checkpoint": {"every": 2},
     }
-    for name, start in (("direct", source), ("imported", tmp_path / "ours")):
+    for name, start in (("direct", source), ("imported", tmp_path / "ours"), ("both", source)):
         yaml = run_yaml(run={"name": name}, **common)
         yaml.write_text(re.sub("(?m)^model: .*$", f"model: {{from: {start}}}", yaml.read_text()))
-        assert weft_command("train", yaml) == 0
+        if name == "both":
+            ranks.run(yaml, 2)
+        else:
+            assert weft_command("train", yaml) == 0
     assert losses(tmp_path, "direct") == losses(tmp_path, "imported")
-    assert weft_command("train", yaml, "run.name=both", f"model.from={source}", "--nproc", "2") == 0
     assert losses(tmp_path, "both") == pytest.approx(losses(tmp_path, "direct"), abs=2e-6)
 
     # What two ranks saved goes straight into one file.

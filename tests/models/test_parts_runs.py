@@ -7,7 +7,7 @@ import pytest
 import torch
 from part_cases import OWN, tokens
 from ruamel.yaml import YAML
-from running import QUIET, assert_same_weights, finish, losses, start, train
+from running import QUIET, assert_same_weights, losses, train
 
 import weft
 from weft.cli.main import main
@@ -37,15 +37,14 @@ def run(run_yaml, tmp_path):
     return write
 
 
-def test_a_run_with_parts_of_ones_own_is_sharded_resumed_loaded_and_not_exported(run, tmp_path, capsys):
+@pytest.mark.xdist_group("ranks")
+def test_a_run_with_parts_of_ones_own_is_sharded_resumed_loaded_and_not_exported(ranks, run, tmp_path, capsys):
     model = TINY | OWN | {"norm": "my_parts:Noisy", "attention_pattern": {"type": "my_parts:Odd", "step": 3}}
     file, one = run("one", model)
     two, sharded = run("two", model, parallel={"dp_shard": 2})
-    process = start(two, "--nproc", 2, cwd=tmp_path)
+    ranks.run(two, 2)
     assert train(file, "training.steps=2") == 0
     assert train(file) == 0
-    code, errors = finish(process)
-    assert code == 0, errors
     assert [step for step, *_ in losses(one)] == [1, 2, 3, 4]
     for (_, *ours), (_, *theirs) in zip(losses(one), losses(sharded), strict=True):
         assert ours == pytest.approx(theirs, rel=0, abs=1e-9)

@@ -103,19 +103,18 @@ def test_a_run_is_the_loop_written_by_hand(hf_yaml, tmp_path, capsys, model):
 
 def test_the_same_numbers_otherwise(hf_yaml, tmp_path):
     ways = {
-        "plain": ({}, [], 0.0),
-        "checkpointed": ({"activation_checkpointing": "full"}, [], 1e-6),
-        "selective": ({"activation_checkpointing": "selective"}, [], 1e-6),
-        "budget": ({"activation_checkpointing": "budget-0.5"}, [], 1e-6),
-        "ranks": ({}, ["--nproc", "2"], 1e-6),
-        "bfloat16": ({"dtype": "bfloat16"}, [], 3e-3),
-        "float64": ({"dtype": "float64"}, [], 2e-6),
+        "plain": ({}, 0.0),
+        "checkpointed": ({"activation_checkpointing": "full"}, 1e-6),
+        "selective": ({"activation_checkpointing": "selective"}, 1e-6),
+        "budget": ({"activation_checkpointing": "budget-0.5"}, 1e-6),
+        "bfloat16": ({"dtype": "bfloat16"}, 3e-3),
+        "float64": ({"dtype": "float64"}, 2e-6),
     }
     found = {}
-    for name, (training, arguments, _) in ways.items():
-        assert train(hf_yaml("mixtral", name, training=training), *arguments) == 0
+    for name, (training, _) in ways.items():
+        assert train(hf_yaml("mixtral", name, training=training)) == 0
         found[name] = [loss for _, loss, _ in losses(tmp_path / "runs" / name)]
-    for name, (_, _, close) in ways.items():
+    for name, (_, close) in ways.items():
         assert found[name] == pytest.approx(found["plain"], abs=close), name
 
 
@@ -131,9 +130,16 @@ def test_a_run_goes_on_from_any_checkpoint_to_the_same_bits(hf_yaml, tmp_path):
     assert {value.dtype for value in weft.load_model(broken).parameters()} == {torch.float32}
 
 
-def test_a_run_is_exported_generates_and_is_gone_on_from(hf_yaml, run_yaml, folders, tmp_path, capsys):
-    assert train(hf_yaml("mixtral", "run"), "--nproc", "2") == 0
+@pytest.mark.xdist_group("ranks")
+def test_a_run_on_two_ranks_is_that_of_one_exported_generates_and_is_gone_on_from(
+    ranks, hf_yaml, run_yaml, folders, tmp_path, capsys
+):
+    assert train(hf_yaml("mixtral", "plain")) == 0
+    ranks.run(hf_yaml("mixtral", "run"), 2)
     run, out = tmp_path / "runs" / "run", tmp_path / "out"
+    assert [loss for _, loss, _ in losses(run)] == pytest.approx(
+        [loss for _, loss, _ in losses(tmp_path / "runs" / "plain")], abs=1e-6
+    )
     assert main(["export", str(run), str(out), "--to", "hf"]) == 0
     model, theirs = weft.load_model(run), AutoModelForCausalLM.from_pretrained(out).eval()
     tokens = torch.arange(24).view(2, 12)
