@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-parallel test-generation serve-check export-check lint format package-check bench bench-data bench-models bench-parallel bench-tuning bench-serve docs site gpu-check clean
+.PHONY: help install quickstart test test-parallel test-generation chaos serve-check export-check lint format package-check bench bench-data bench-models bench-parallel bench-tuning bench-serve docs site gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ test-parallel: $(STAMP) ## run the equivalence matrix: every mesh against one pr
 
 test-generation: $(STAMP) ## run all tests of generation, also 1,000 random schedules of requests (ARGS="-k draft" for some of them)
 	@.venv/bin/python -m pytest -q -n 2 -m "matrix or not matrix" -o faulthandler_timeout=1200 tests/generation $(ARGS)
+
+chaos: $(STAMP) ## inject faults into real runs, and kill a run fifty times on each mesh (BENCH="--quick" and the like)
+	@.venv/bin/python -m pytest -q -n 2 -m chaos -o faulthandler_timeout=1200 tests/chaos $(ARGS)
+	@.venv/bin/python benchmarks/chaos.py --out $(OUT) $(BENCH)
 
 # The clients' libraries have an environment of their own, without Weft. EXAMPLES: requests per operation of the fuzzer.
 serve-check: $(STAMP) .venv-clients/.installed ## check the server with openai, LangChain, LiteLLM and a fuzzer (EXAMPLES=60), and the chat page in Chromium
