@@ -34,7 +34,7 @@ RANKS = 4
 MESHES = {
     "dp": {"dp_shard": 4},
     "tp": {"dp_shard": 2, "tp": 2},
-    "pp": {"pp": 2, "dp_shard": 2, "pp_micro_batches": 2},
+    "pp": {"pp": 2, "dp_shard": 2},
 }
 KINDS = {"rank": 6, "all ranks": 2, "launcher": 2}  # relative frequencies
 COMPARED = ("loss", "grad_norm", "lr", "tokens", "validation_loss")
