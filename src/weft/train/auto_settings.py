@@ -72,8 +72,12 @@ def kernels_of(training: TrainingSection) -> Iterator[None]:
     # Filling every new tensor costs time, and a result that depends on its content would be a bug in any mode.
     torch.utils.deterministic.fill_uninitialized_memory = False
     cudnn.deterministic, cudnn.benchmark = True, False
+    abandoned = False
     try:
         yield
+    except GeneratorExit:  # the program ended without closing the trainer; parts of torch may be gone
+        abandoned = True
+        raise
     except RuntimeError as error:
         if "use_deterministic_algorithms" not in str(error):
             raise
@@ -83,9 +87,10 @@ def kernels_of(training: TrainingSection) -> Iterator[None]:
             "training.determinism: order, or replace the operation"
         ) from error
     finally:
-        torch.set_deterministic_debug_mode(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
-        cudnn.deterministic, cudnn.benchmark = fixed, benchmark
+        if not abandoned:
+            torch.set_deterministic_debug_mode(before)
+            torch.utils.deterministic.fill_uninitialized_memory = fill
+            cudnn.deterministic, cudnn.benchmark = fixed, benchmark
 
 
 def bfloat16_is_faster(device: torch.device) -> bool:
