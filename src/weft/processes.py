@@ -83,11 +83,13 @@ def signal_handler(handler: Callable[[int, Any], None], *numbers: int) -> Iterat
     """Context in which `handler` handles the signals `numbers`.
 
     Outside the main thread, the context does nothing, because Python sets signal handlers only in the main thread.
+    SIGHUP stays ignored in a process that ignores it (`nohup`).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in numbers}
+    ignored = {number for number in numbers if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number in numbers if number not in ignored}
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from weft.errors import UserError
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
+    from weft.launch.supervisor import Supervisor
     from weft.observe.console import Console
     from weft.parallel.world import World
     from weft.train.stop import Outcome
@@ -38,6 +39,7 @@ def run_on_ranks(
     verb: str,
     act: Callable[[RunConfig], Outcome],
     prepare: Callable[[RunConfig], tuple[Path | None, Sequence[str]]],
+    supervisor: Supervisor | None = None,
 ) -> int:
     """Runs a function on every rank, and returns the exit code.
 
@@ -47,6 +49,7 @@ def run_on_ranks(
         act: function that does the work of one rank, given the checked config.
         prepare: function that is called once, before any rank starts. It returns (the run directory, in which messages
             about failures look up checkpoints and logs, or None; command-line options of local processes).
+        supervisor: restarts failed ranks; None if failed ranks end the command.
     """
     from weft.config.legal_mesh import check_mesh
     from weft.config.run import RunConfig
@@ -79,10 +82,16 @@ def run_on_ranks(
     check_mesh(config, nproc)
     with terminable():  # this process does not handle SIGTERM yet
         config = _pack(config, Console(), fresh)  # before ranks start
-    if nproc == 1:
+    if nproc == 1 and not (supervisor and supervisor.most):
         return run_rank(lambda: config, act, verb)
-    command = [sys.executable, "-m", "weft", verb, args.file, *args.overrides, *options]
-    return launch_local(command, nproc, run_directory)
+    command = [sys.executable, "-m", "weft", verb, args.file, *args.overrides]
+    if supervisor is None or run_directory is None:
+        return launch_local([*command, *options], nproc, run_directory)
+    from weft.launch.supervisor import supervise
+
+    once = [option for option in options if option == "--fresh"]
+    command += [option for option in options if option != "--fresh"]
+    return supervise(command, nproc, run_directory, supervisor, once)
 
 
 def _pack(config: RunConfig, console: Console, fresh: bool) -> RunConfig:
@@ -141,7 +150,7 @@ def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome],
         act: function that does the work of this rank, given the config.
         verb: name of the subcommand.
     """
-    from weft.launch.failures import report_exception, report_mistake
+    from weft.launch.failures import NON_FINITE, report_exception, report_mistake, send_to_launcher
 
     config = None
     try:
@@ -154,6 +163,8 @@ def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome],
         if config is None:
             return report_exception(error, {})
         return report_exception(error, config.as_dict(), config.run_directory if verb == "train" else None)
+    if outcome.status == "non-finite":
+        send_to_launcher("the loss is not finite", NON_FINITE)
     if outcome.status == "stopped":
         return 128 + (outcome.signal or 15)
     return 1 if outcome.status == "non-finite" else 0

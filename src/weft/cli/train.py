@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.on_ranks import add_run_arguments, run_on_ranks
+from weft.errors import UserError
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
+    from weft.launch.supervisor import Supervisor
     from weft.train.stop import Outcome
 
 HELP = "train the model that a run file describes; resume an interrupted run"
@@ -18,20 +22,22 @@ GROUP = "train"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Trains the model that FILE describes. The run directory is <run.directory>/<run.name>. If the run directory\n"
-        "has checkpoints, training resumes from the newest. SIGTERM and Ctrl-C save a checkpoint and exit. The same\n"
-        "command resumes the run."
+        "has checkpoints, training resumes from the newest. SIGTERM, SIGHUP and Ctrl-C save a checkpoint and exit.\n"
+        "The same command resumes the run. Failures of local processes are recorded in logs/failures.jsonl."
     )
     parser.epilog = (
         "examples:\n"
         "  weft train run.yaml\n"
         "  weft train run.yaml optimizer.lr=1e-3 training.steps=2000\n"
         "  weft train run.yaml --nproc 4                       four processes on this machine (FSDP2)\n"
+        "  weft train run.yaml --nproc 4 --max-restarts 20     the same, restarted after a failure\n"
         "  torchrun --nnodes 2 --nproc-per-node 8 ... -m weft train run.yaml\n\n"
         "exit codes:\n"
         "  0    finished\n"
         "  1    the loss is not finite (a checkpoint is saved), or a bug of Weft (a traceback is printed)\n"
         "  2    an error in the input, too little memory or disk space, or an exception in custom code\n"
         "  3    a local process was killed, or did not stop (the same command resumes from the last checkpoint)\n"
+        "  129  stopped by SIGHUP (a checkpoint is saved)\n"
         "  130  stopped by Ctrl-C (a checkpoint is saved)\n"
         "  143  stopped by SIGTERM (a checkpoint is saved)\n"
         "Under torchrun every exit code other than 0 becomes 1."
@@ -45,11 +51,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="move damaged checkpoints aside and resume from the last complete one",
     )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start all local processes again, up to N times, after one of them failed; training resumes from the last "
+        "checkpoint. Not after an error in the input or in custom code, a loss that is not finite, or a signal to stop "
+        "(default: 0)",
+    )
+    parser.add_argument(
+        "--restart-window",
+        type=float,
+        metavar="SECONDS",
+        help="count only the restarts of the last SECONDS for --max-restarts (default: all restarts)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     options = ["--fresh"] * args.fresh + ["--from-last-good"] * args.from_last_good
-    return run_on_ranks(args, "train", lambda config: fit(config, args), lambda config: (config.run_directory, options))
+
+    def prepare(config: RunConfig) -> tuple[Path, list[str]]:
+        return config.run_directory, options
+
+    return run_on_ranks(args, "train", lambda config: fit(config, args), prepare, supervisor_of(args))
+
+
+def supervisor_of(args: argparse.Namespace) -> Supervisor | None:
+    """Returns the supervisor of the local processes; None if this process is a rank.
+
+    Raises:
+        UserError: the options for restarts are not valid.
+    """
+    from weft.launch.supervisor import Supervisor
+
+    if args.max_restarts < 0:
+        raise UserError(f"--max-restarts {args.max_restarts}: use 0 or more")
+    if args.restart_window is not None and (args.restart_window <= 0 or not args.max_restarts):
+        raise UserError(f"--restart-window {args.restart_window:g}: use more than 0 seconds, and --max-restarts N")
+    if "RANK" not in os.environ:
+        return Supervisor(args.max_restarts, args.restart_window)
+    if args.max_restarts:
+        raise UserError("--max-restarts restarts local processes; under torchrun, use torchrun's --max-restarts")
+    return None
 
 
 def fit(config: RunConfig, args: argparse.Namespace) -> Outcome:

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -30,9 +31,10 @@ from weft.observe import status
 from weft.observe.logs import log_path, log_to_file, open_log
 
 MISTAKE, CUSTOM, INTERNAL = "mistake", "custom", "internal"  # who is at fault: the input, custom code, other code
+NON_FINITE = "non-finite"  # the loss is not finite; the first rank has printed it
 EXIT_LOST = 3
 GRACE = 5  # seconds that a rank waits for another rank to report an error that all ranks found
-EXIT_BY_SIGNAL = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+EXIT_BY_SIGNAL = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 _KEY = "weft"  # key of the part of a message that only Weft's launcher reads
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
 
@@ -139,7 +141,8 @@ def send_to_launcher(text: str, kind: str) -> bool:
 
     Args:
         text: message or traceback.
-        kind: MISTAKE (invalid input), CUSTOM (an error of custom code, or full memory or disk) or INTERNAL (other).
+        kind: MISTAKE (invalid input), CUSTOM (an error of custom code, or full memory or disk), NON_FINITE (a loss that
+            is not finite) or INTERNAL (other).
     """
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     message = {"message": text.partition("\n")[0], "extraInfo": extra, _KEY: {"kind": kind, "time": time.time()}}
@@ -155,6 +158,55 @@ def send_to_launcher(text: str, kind: str) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Which of several failed ranks failed first, and what the launcher does about it.
+
+    Attributes:
+        rank: the rank that failed first; None if a signal stopped the ranks, or the first rank is not known.
+        code: the exit code of the launcher.
+        text: what the launcher prints; "" if a rank has already printed the error.
+        restartable: whether the same command, started again, may succeed. It does not help against a mistake in the
+            input, an exception in custom code, full memory or a full disk, a loss that is not finite, and a signal
+            that asks the ranks to stop.
+    """
+
+    rank: int | None
+    code: int
+    text: str = ""
+    restartable: bool = False
+
+
+def judge_failures(failures: Mapping[int, Failure]) -> Verdict:
+    """Finds the rank that failed first, and its reason.
+
+    Args:
+        failures: rank -> failure of the ranks that did not exit with code 0, in the order in which they ended.
+    """
+    messages = {r: f.message for r, f in failures.items() if isinstance(f.message, dict) and _KEY in f.message}
+    by_time = sorted(messages, key=lambda rank: messages[rank][_KEY]["time"])
+    for rank in by_time:
+        kind, text = messages[rank][_KEY]["kind"], messages[rank]["extraInfo"]["py_callstack"]
+        if kind != INTERNAL:
+            return Verdict(rank, 1 if kind == NON_FINITE else 2, text if kind == CUSTOM else "")
+    codes = [failure.exitcode for failure in failures.values()]
+    if stopped := [code for code in codes if code in EXIT_BY_SIGNAL]:
+        return Verdict(None, stopped[0])
+    # The launcher terminates the remaining ranks with SIGTERM.
+    killed = [(rank, f) for rank, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    if killed:
+        rank, failure = killed[0]
+        text = f"rank {rank} (process {failure.pid}) was killed by {_signal_name(-failure.exitcode)}"
+        return Verdict(rank, EXIT_LOST, text, restartable=True)
+    if by_time:
+        text = f"rank {by_time[0]} failed:\n{messages[by_time[0]]['extraInfo']['py_callstack']}"
+        return Verdict(by_time[0], 1, text, restartable=True)
+    failed = next(((rank, f.exitcode) for rank, f in failures.items() if f.exitcode > 0), None)
+    if failed is None:
+        return Verdict(None, 128 + signal.SIGTERM)
+    return Verdict(*failed, restartable=True)
+
+
 def report_failed_ranks(failures: Mapping[int, Failure], run_directory: Path | None) -> int:
     """Prints which rank failed first, and how. Returns the exit code of the launcher.
 
@@ -163,27 +215,15 @@ def report_failed_ranks(failures: Mapping[int, Failure], run_directory: Path | N
     Args:
         failures: rank -> failure of the ranks that did not exit with code 0, in the order in which they ended.
     """
-    messages = {r: f.message for r, f in failures.items() if isinstance(f.message, dict) and _KEY in f.message}
-    by_time = sorted(messages, key=lambda rank: messages[rank][_KEY]["time"])
-    for message in (messages[rank] for rank in by_time):
-        if message[_KEY]["kind"] == CUSTOM:
-            print_error(message["extraInfo"]["py_callstack"])
-        if message[_KEY]["kind"] != INTERNAL:
-            return 2
-    codes = [failure.exitcode for failure in failures.values()]
-    if stopped := [code for code in codes if code in EXIT_BY_SIGNAL]:
-        return stopped[0]
-    # The launcher terminates the remaining ranks with SIGTERM.
-    killed = [(rank, f) for rank, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
-    if killed:
-        rank, failure = killed[0]
-        by = _signal_name(-failure.exitcode)
-        print_error(f"rank {rank} (process {failure.pid}) was killed by {by}; {resume_hint(run_directory)}")
-        return EXIT_LOST
-    if by_time:
-        print_error(f"rank {by_time[0]} failed:\n{messages[by_time[0]]['extraInfo']['py_callstack']}")
-        return 1
-    return next((code for code in codes if code > 0), 128 + signal.SIGTERM)
+    return report_verdict(judge_failures(failures), run_directory)
+
+
+def report_verdict(verdict: Verdict, run_directory: Path | None) -> int:
+    """Prints what ended the ranks, and returns the exit code of the launcher."""
+    if verdict.text:
+        hint = f"; {resume_hint(run_directory)}" if verdict.code == EXIT_LOST else ""
+        print_error(f"{verdict.text}{hint}")
+    return verdict.code
 
 
 def print_error(text: str) -> None:

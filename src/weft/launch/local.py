@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from weft.errors import UserError
 from weft.formatting import first_few
-from weft.launch.failures import EXIT_BY_SIGNAL, EXIT_LOST, print_error, report_failed_ranks, resume_hint
+from weft.launch.failures import (
+    EXIT_BY_SIGNAL,
+    EXIT_LOST,
+    Verdict,
+    judge_failures,
+    print_error,
+    report_verdict,
+    resume_hint,
+)
+from weft.launch.rank import Rank, start_rank
 from weft.observe import status
-from weft.processes import LAUNCHER, STORE_SOCKET, die_with, signal_handler, usable_cores
+from weft.processes import LAUNCHER, die_with, signal_handler
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask a run to save and exit
 POLL = 0.1  # seconds between two checks of the processes
 STOP_SECONDS = 30.0  # after a signal, ranks are killed if they make no progress for this time
 FAIL_SECONDS = 10.0  # after a rank failed, the other ranks are killed if they make no progress for this time
@@ -27,65 +33,6 @@ FAIL_SECONDS = 10.0  # after a rank failed, the other ranks are killed if they m
 WAIT_MESSAGE_SECONDS = 5.0
 NAMED = 4  # maximum number of ranks that a message lists
 PROCESSES_PER_CORE = 16  # a process takes 0.2 GB or more; more than a few per core are useful only to try out a mesh
-
-
-@dataclass
-class Rank:
-    """The process of a rank, and the last activity that it reported to the launcher.
-
-    Attributes:
-        pipe: file descriptor from which the rank's reports are read.
-        unread: bytes of an incomplete report.
-        doing: the rank's last reported activity.
-        since: time of the last report.
-        longest: the longest time between recent reports, in seconds.
-        may_take: seconds that the current activity may take without a report, even if `longest` is shorter.
-        message: the failure that the rank sent; None if it has sent none.
-        ended: time at which the process ended; None while it is running.
-    """
-
-    number: int
-    process: subprocess.Popen
-    pipe: int
-    unread: bytes = b""
-    doing: str = "starting"
-    since: float = field(default_factory=time.monotonic)
-    longest: float = 0.0
-    may_take: float = 0.0
-    message: Any = None
-    ended: float | None = None
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def exitcode(self) -> int:
-        return self.process.returncode
-
-    def read(self) -> bool:
-        """Reads the rank's reports from the pipe. Returns False at the end of the pipe."""
-        data = os.read(self.pipe, 1 << 16)
-        *lines, self.unread = (self.unread + data).split(b"\n")
-        for line in lines:
-            report = json.loads(line)
-            self.message = report.get("failed", self.message)
-            if "doing" in report:
-                self.doing, self.longest, self.may_take = report["doing"], report["longest"], report["may_take"]
-                self.since = time.monotonic()
-        return bool(data)
-
-    def __str__(self) -> str:
-        return f"rank {self.number} (process {self.pid}{', suspended by a signal' * self.is_stopped}): {self.doing}"
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the process is suspended, by SIGSTOP or a debugger."""
-        try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        return state in "Tt"
 
 
 class LocalRanks:
@@ -98,7 +45,13 @@ class LocalRanks:
         killed: the ranks that the launcher killed.
     """
 
-    def __init__(self, command: Sequence[str], nproc: int, run_directory: Path | None, received: list[int]):
+    def __init__(
+        self,
+        command: Sequence[str],
+        nproc: int,
+        run_directory: Path | None,
+        received: list[int],
+    ):
         self.run_directory, self.received = run_directory, received
         self.ending: float | None = None
         self.killed: set[int] = set()
@@ -108,16 +61,26 @@ class LocalRanks:
         try:
             with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:  # for the TCPStore of rank 0
                 for number in range(nproc):
-                    self.ranks.append(start_rank(command, number, nproc, listener))
-                    self.pipes.register(self.ranks[-1].pipe, selectors.EVENT_READ, self.ranks[-1])
+                    # The first rank keeps a terminal, on which it shows its progress.
+                    keeps_stderr = run_directory is not None and not (number == 0 and os.isatty(2))
+                    rank = start_rank(command, number, nproc, listener, keeps_stderr)
+                    self.ranks.append(rank)
+                    self.pipes.register(rank.pipe, selectors.EVENT_READ, rank.read)
+                    if rank.stderr is not None:
+                        self.pipes.register(rank.stderr, selectors.EVENT_READ, rank.forward_stderr)
         except OSError as error:
             self.send(signal.SIGKILL)
             for rank in self.ranks:
                 rank.process.wait()
-                os.close(rank.pipe)
-            self.pipes.close()
+            self.close()
             what = f"rank {len(self.ranks)} of {nproc} cannot be started: {error.strerror or error}"
             raise UserError(f"{what}; use fewer processes (--nproc), or raise the system's limits") from None
+
+    def close(self) -> None:
+        """Closes the pipes. A process that a rank started may still hold the other end of one."""
+        for key in list(self.pipes.get_map().values()):
+            os.close(key.fd)
+        self.pipes.close()
 
     def wait(self) -> None:
         """Waits until all ranks have ended.
@@ -136,12 +99,13 @@ class LocalRanks:
             if self.ending is not None and alive and not self.killed:
                 self.kill_if_stuck(alive, self.ending)
         self.read_reports(0)
+        self.close()
 
     def read_reports(self, seconds: float) -> None:
         """Reads all reports that ranks have sent. If there are none yet, waits up to `seconds` for the first."""
         while ready := self.pipes.select(seconds):
             for key, _ in ready:
-                if not key.data.read():
+                if not key.data():
                     self.pipes.unregister(key.fd)
                     os.close(key.fd)
             seconds = 0
@@ -179,57 +143,28 @@ class LocalRanks:
                 "Ctrl-C again to kill them now)"
             )
 
-    def exit_code(self) -> int:
-        """Returns the exit code of the launcher. If a rank failed, prints the failure of the first rank that failed."""
+    def verdict(self) -> Verdict:
+        """Returns what ended the ranks. Its code is 0 if all of them succeeded."""
         if self.killed and self.received:
-            return 128 + signal.SIGINT if self.received.count(signal.SIGINT) > 1 else EXIT_LOST
+            return Verdict(None, 128 + signal.SIGINT if self.received.count(signal.SIGINT) > 1 else EXIT_LOST)
         by_end = sorted(self.ranks, key=lambda rank: rank.ended or 0)
         failures = {rank.number: rank for rank in by_end if rank.exitcode and rank.number not in self.killed}
         if not failures:
-            return 0
+            return Verdict(None, 0)
         stopped = (-signal.SIGTERM, -signal.SIGINT, *EXIT_BY_SIGNAL)
         if self.received and all(rank.exitcode in stopped for rank in failures.values()):
-            return 128 + self.received[0]
-        return report_failed_ranks(failures, self.run_directory)
-
-
-def start_rank(command: Sequence[str], number: int, nproc: int, listener: socket.socket) -> Rank:
-    """Starts rank `number`, with the environment variables of torchrun and an equal number of OpenMP threads per rank.
-
-    Args:
-        listener: a listening socket, which rank 0 uses for its TCPStore.
-    """
-    reading, writing = os.pipe()
-    environment = {
-        "OMP_NUM_THREADS": str(max(1, usable_cores() // nproc)),
-        **os.environ,
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(listener.getsockname()[1]),
-        LAUNCHER: f"{os.getpid()} {writing}",
-    }
-    handles = [writing]
-    if number == 0:
-        environment[STORE_SOCKET] = str(listener.fileno())
-        handles.append(listener.fileno())
-    try:
-        process = subprocess.Popen(command, env=environment, pass_fds=handles, start_new_session=True)
-    except OSError:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
-    return Rank(number, process, reading)
+            return Verdict(None, 128 + self.received[0])
+        if self.ending is not None:  # what the launcher asked for after the first failure is not a failure
+            first = {n: f for n, f in failures.items() if (f.ended or 0) <= self.ending or f.exitcode not in stopped}
+            failures = first or failures
+        return judge_failures(failures)
 
 
 def launch_local(command: Sequence[str], nproc: int, run_directory: Path | None) -> int:
     """Runs `command` in `nproc` processes, as ranks 0 to `nproc` - 1, and waits until all ranks have ended.
 
-    SIGTERM and SIGINT to this process ask all ranks to save a checkpoint and exit. If this process ends in any way, its
-    ranks are killed.
+    SIGTERM, SIGINT and SIGHUP to this process ask all ranks to save a checkpoint and exit. If this process ends in any
+    way, its ranks are killed.
 
     Args:
         run_directory: the directory of the run, in which messages look up the last checkpoint and the logs. None if
@@ -237,19 +172,25 @@ def launch_local(command: Sequence[str], nproc: int, run_directory: Path | None)
 
     Returns:
         The exit code: 0 if all ranks succeeded, 128 + the number of a signal that stopped the ranks, 3 if ranks had to
-        be killed after a signal, or else the result of `report_failed_ranks`.
+        be killed after a signal, or else the result of `judge_failures`.
 
     Raises:
         UserError: a rank cannot be started. The ranks that were started are killed.
     """
     received: list[int] = []
-    with signal_handler(lambda number, frame: received.append(number), signal.SIGINT, signal.SIGTERM):
-        ranks = LocalRanks(command, nproc, run_directory, received)
-        try:
-            ranks.wait()
-        finally:
-            ranks.send(signal.SIGKILL)
-    return ranks.exit_code()
+    with signal_handler(lambda number, frame: received.append(number), *SIGNALS):
+        ranks = run_once(command, nproc, run_directory, received)
+    return report_verdict(ranks.verdict(), run_directory)
+
+
+def run_once(command: Sequence[str], nproc: int, run_directory: Path | None, received: list[int]) -> LocalRanks:
+    """Starts the ranks and waits until all have ended. Arguments: see `LocalRanks`."""
+    ranks = LocalRanks(command, nproc, run_directory, received)
+    try:
+        ranks.wait()
+    finally:
+        ranks.send(signal.SIGKILL)
+    return ranks
 
 
 def join_launcher() -> None:

@@ -109,7 +109,7 @@ class Loop:
         with self.recorder.progress(step):
             state = self.begin(step, stop or StopRequest())
             while state.step < steps:
-                doing(f"step {state.step + 1:,}")
+                doing(f"step {state.step + 1:,}", step=state.step + 1)
                 self.recorder.begin_step()
                 batch = self.next_batch(batches)
                 if batch is None:  # a request to stop, before the batch was generated

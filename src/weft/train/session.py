@@ -37,7 +37,7 @@ class Session:
         self.stop, self.decision = StopRequest(), None
         self._updates = False
         self._handlers = ExitStack()
-        self._handlers.enter_context(signal_handler(self.stop.receive, signal.SIGTERM))
+        self._handlers.enter_context(signal_handler(self.stop.receive, signal.SIGTERM, signal.SIGHUP))
         loop.begin(built.step, self.stop)
         self._unclosed = weakref.finalize(self, end_unclosed, loop, self._handlers)
 
@@ -60,7 +60,7 @@ class Session:
         """Makes one step and returns `decision`. If that is SIGINT, the update may not have been made."""
         loop, source, step = self.loop, self.built.data.source, self.loop.state.step
         assert isinstance(source, GivenBatches)
-        doing(f"step {step + 1:,}")
+        doing(f"step {step + 1:,}", step=step + 1)
         loop.recorder.begin_step()
         batch = source.batch(given, step)
         loop.recorder.data_arrived()

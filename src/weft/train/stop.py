@@ -16,7 +16,7 @@ class StopRequest:
         reason: the reason that a callback on this rank gave for stopping; None without a request.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     BY_CALLBACK = 0  # in place of a signal's number
 
     def __init__(self) -> None:

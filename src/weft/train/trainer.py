@@ -162,12 +162,16 @@ class Trainer:
             UserError: on all ranks: the batch is not valid, or the loss is not finite. The update was not made, and the
                 next step is possible.
             KeyboardInterrupt: Ctrl-C during the step. All weights are those of a complete step, so `save` is possible.
-            SystemExit: the process got SIGTERM, `stopping` is true, and the loop did not end. A checkpoint is saved.
+            SystemExit: the process got SIGTERM or SIGHUP, `stopping` is true, and the loop did not end. A checkpoint
+                is saved.
         """
         session = self._opened()
-        if session.decision == signal.SIGTERM:  # the loop did not end, although `stopping` was true after the last step
+        if session.decision in (
+            signal.SIGTERM,
+            signal.SIGHUP,
+        ):  # the loop did not end, although `stopping` was true after the last step
             self.close()
-            raise SystemExit(128 + signal.SIGTERM)
+            raise SystemExit(128 + session.decision)
         steps = session.loop.length.steps
         if steps is not None and self.step_number >= steps:
             raise error_on_all_ranks(
@@ -209,9 +213,9 @@ class Trainer:
 
     @property
     def stopping(self) -> bool:
-        """Whether the loop should end: any rank got SIGTERM, or a callback asked to stop. Equal on all ranks.
+        """Whether the loop should end: any rank got SIGTERM or SIGHUP, or a callback asked to stop. Equal on all ranks.
 
-        After SIGTERM, one more call of `step` saves a checkpoint and raises SystemExit.
+        After the signal, one more call of `step` saves a checkpoint and raises SystemExit.
         """
         return self._session is not None and self._session.decision is not None
 

@@ -1,0 +1,177 @@
+"""The supervisor, which starts the ranks of a training run again after one of them died, and records each failure."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.formatting import counted
+from weft.launch.failures import Verdict, print_error, report_verdict
+from weft.launch.local import POLL, SIGNALS, LocalRanks, run_once
+from weft.launch.rank import Rank
+from weft.observe.manifest import now
+from weft.processes import signal_handler
+
+FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds before a restart; doubled while the run makes no progress
+SAME_STEP = 3  # failures in one step, after which the run stops: the cause is the step, not the machine
+FILE = "failures.jsonl"
+
+
+@dataclass
+class Supervisor:
+    """Decides whether a failed attempt is followed by another one, and when.
+
+    Attributes:
+        most: maximum number of restarts, in all or within `window`.
+        window: seconds in which restarts are counted; None: all restarts count.
+        restarts: times of the restarts.
+        reached: the last step that any attempt began; 0 before the first step.
+        without_progress: number of restarts since `reached` last increased.
+        failed_in: (last failed step, number of successive failures in it).
+    """
+
+    most: int = 0
+    window: float | None = None
+    restarts: list[float] = field(default_factory=list)
+    reached: int = 0
+    without_progress: int = 0
+    failed_in: tuple[int, int] = (0, 0)
+
+    def delay(self, step: int, killed: bool) -> tuple[float | None, str]:
+        """Returns the seconds to wait before a restart, or None and the reason why there is no restart.
+
+        Args:
+            step: the step in which the attempt failed; 0 before the first step.
+            killed: whether SIGKILL ended the rank. Before the first step, it says nothing about the run.
+        """
+        if step > self.reached:
+            self.reached, self.without_progress = step, 0
+        last, count = self.failed_in
+        self.failed_in = step, (count + 1 if step == last and (step or not killed) else 1)
+        if self.most and self.failed_in[1] >= SAME_STEP:
+            where = f"in step {step:,}" if step else "before the first step"
+            return None, f"the run failed {SAME_STEP} times {where}, without progress; it is not restarted again"
+        now_, since = time.monotonic(), self.window
+        recent = [then for then in self.restarts if since is None or now_ - then < since]
+        if len(recent) >= self.most:
+            within = f" within {since:g} s" if since is not None else ""
+            return None, f"no restart is left of {self.most}{within} (--max-restarts)" if self.most else ""
+        self.restarts.append(now_)
+        self.without_progress += 1
+        return min(LONGEST_DELAY, FIRST_DELAY * 2 ** (self.without_progress - 1)), ""
+
+
+def supervise(
+    command: Sequence[str], nproc: int, run_directory: Path, supervisor: Supervisor, once: Sequence[str] = ()
+) -> int:
+    """Trains in `nproc` processes, and starts them again after a failure, until the supervisor gives up.
+
+    Each failure is recorded in `logs/failures.jsonl` of the run directory. SIGTERM, SIGINT and SIGHUP to this process
+    ask the ranks to save a checkpoint and exit, and end the supervision.
+
+    Args:
+        command: the command of a rank.
+        once: options of the command until training has begun, such as `--fresh`, which must not start over a run that
+            has begun.
+
+    Returns:
+        The exit code, as `launch_local` does.
+    """
+    received: list[int] = []
+    with signal_handler(lambda number, frame: received.append(number), *SIGNALS):
+        while True:
+            began = time.time()
+            options = () if supervisor.reached else once
+            ranks = run_once([*command, *options], nproc, run_directory, received)
+            verdict = ranks.verdict()
+            if verdict.code == 0 or received or not verdict.restartable:
+                return report_verdict(verdict, run_directory)
+            rank = ranks.ranks[verdict.rank or 0]
+            killed = rank.exitcode == -signal.SIGKILL
+            delay, reason = supervisor.delay(max((rank.step or 0) for rank in ranks.ranks), killed)
+            record(run_directory, verdict, ranks, began, len(supervisor.restarts) + (delay is None), delay is not None)
+            if delay is None:
+                if reason:
+                    print_error(reason)
+                return report_verdict(verdict, run_directory)
+            announce(verdict, rank, run_directory, supervisor, delay)
+            until = time.monotonic() + delay
+            while time.monotonic() < until and not received:
+                time.sleep(POLL)
+            if received:
+                return 128 + received[0]
+
+
+def announce(verdict: Verdict, rank: Rank, run_directory: Path, supervisor: Supervisor, delay: float) -> None:
+    """Prints what failed, and from where the run restarts."""
+    what = verdict.text or f"rank {rank.number} (process {rank.pid}) exited with code {rank.exitcode}"
+    saved, _ = last_checkpoint(run_directory)
+    where = f"from the checkpoint of step {saved:,}" if saved else "from the beginning"
+    count = f"restart {len(supervisor.restarts)} of {supervisor.most}"
+    if supervisor.window is not None:
+        count = f"restart {len(supervisor.restarts)}, at most {supervisor.most} in {supervisor.window:g} s,"
+    print_error(f"{what}; {count} {where} in {counted(round(delay), 'second')}")
+
+
+def last_checkpoint(run_directory: Path) -> tuple[int, float]:
+    """Returns step and time (seconds since 1970) of the last checkpoint of a run; zeros without a checkpoint."""
+    from weft.checkpoint.load import checkpoints
+
+    saved = checkpoints(run_directory)
+    return (int(saved[-1].name.rpartition("-")[2]), saved[-1].stat().st_mtime) if saved else (0, 0.0)
+
+
+def record(
+    run_directory: Path, verdict: Verdict, ranks: LocalRanks, began: float, attempt: int, restarted: bool
+) -> None:
+    """Records the failure of an attempt in `logs/failures.jsonl`.
+
+    Args:
+        began: time at which the attempt was started, in seconds since 1970.
+        attempt: number of the attempt, counted from 1.
+        restarted: whether the supervisor starts another attempt.
+    """
+    rank = ranks.ranks[verdict.rank or 0]
+    saved, at = last_checkpoint(run_directory)
+    step = max((rank.step or 0) for rank in ranks.ranks)
+    told = isinstance(rank.message, dict) and rank.message["extraInfo"]["py_callstack"].splitlines()
+    lines = [line.decode(errors="replace") for line in rank.last_lines]
+    append_failure(
+        run_directory,
+        {
+            "time": now(),
+            "attempt": attempt,
+            "rank": verdict.rank,
+            "host": socket.gethostname(),
+            "exit_code": rank.exitcode if rank.exitcode >= 0 else None,
+            "signal": signal_name(-rank.exitcode) if rank.exitcode < 0 else None,
+            "step": step or None,
+            "doing": rank.doing,
+            "stderr": [line for line in told or lines if line][-len(rank.last_lines) :],
+            "lost_seconds": round(max(0.0, time.time() - max(at, began)), 3),
+            "lost_steps": max(0, step - 1 - saved),
+            "restarted": restarted,
+        },
+    )
+
+
+def append_failure(run_directory: Path, failure: dict[str, Any]) -> None:
+    """Appends a line to `logs/failures.jsonl`. If that is not possible, prints the reason."""
+    path = run_directory / "logs" / FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(failure) + "\n")
+    except OSError as error:
+        print_error(f"{path}: the failure cannot be recorded: {error.strerror}; free space or set run.directory")
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, such as `SIGKILL`."""
+    return signal.Signals(number).name if number in set(signal.Signals) else str(number)

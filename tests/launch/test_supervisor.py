@@ -1,0 +1,213 @@
+"""Runs that are killed and restarted: what is recorded, how long the supervisor goes on, and equal results."""
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from running import QUIET, SLOW, finish, losses, start, train, until_step
+
+from weft.launch import supervisor
+from weft.launch.supervisor import Supervisor, supervise
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from weft.launch.failures import send_to_launcher
+from weft.launch.local import join_launcher
+from weft.observe.status import alive, doing
+
+rank, attempt = int(os.environ["RANK"]), len(list(Path().glob(f"attempt-{os.environ['RANK']}-*")))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+join_launcher()
+Path(f"attempt-{rank}-{attempt}").touch()
+"""
+
+
+def failures(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "logs" / "failures.jsonl").read_text().splitlines()]
+
+
+def tree(launcher: int) -> dict[int, int]:
+    """Rank -> process of the ranks of a launcher that have set up their environment."""
+    found = {}
+    for task in Path(f"/proc/{launcher}/task").glob("*/children"):
+        for child in task.read_text().split():
+            try:
+                environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            found |= {int(entry[5:]): int(child) for entry in environment if entry.startswith(b"RANK=")}
+    return found
+
+
+@pytest.fixture
+def supervised(tmp_path, monkeypatch, capfd):
+    """Supervise a small program on two ranks; exit code, stderr, run directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervisor, "FIRST_DELAY", 0.05)
+
+    def run(program, most=5, once=(), nproc=2):
+        command = [sys.executable, "-c", RANK + program]
+        code = supervise(command, nproc, tmp_path / "run", Supervisor(most), once)
+        return code, capfd.readouterr().err, tmp_path / "run"
+
+    return run
+
+
+def test_a_failure_is_recorded_with_its_last_lines_and_the_run_goes_on(supervised):
+    code, errors, run = supervised("""
+doing("step 7", step=7 + attempt)
+if attempt < 2 and rank == 1:
+    print("about to die", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGSEGV) if attempt else os._exit(9)
+time.sleep(0 if attempt == 2 else 60)
+""")
+    assert code == 0
+    first, second = failures(run)
+    assert (first["rank"], first["exit_code"], first["signal"], first["step"]) == (1, 9, None, 7)
+    assert (second["rank"], second["exit_code"], second["signal"], second["step"]) == (1, None, "SIGSEGV", 8)
+    assert [entry["attempt"] for entry in (first, second)] == [1, 2]
+    assert all(entry["stderr"] == ["about to die"] and entry["restarted"] for entry in (first, second))
+    assert all(entry["doing"] == "step 7" and entry["host"] == socket.gethostname() for entry in (first, second))
+    assert (first["lost_steps"], second["lost_steps"]) == (6, 7)
+    assert errors.count("about to die") == 2
+    assert "was killed by SIGSEGV; restart 2 of 5 from the beginning in 0 seconds" in errors
+
+
+def test_a_step_that_always_fails_ends_the_run(supervised):
+    code, errors, run = supervised("""
+doing("step 7", step=7)
+send_to_launcher("Traceback: broken link", "internal") if rank else time.sleep(60)
+sys.exit(1)
+""")
+    assert code == 1
+    assert "the run failed 3 times in step 7, without progress" in errors
+    assert [entry["restarted"] for entry in failures(run)] == [True, True, False]
+    assert failures(run)[0]["stderr"] == ["Traceback: broken link"]
+
+
+def test_restarts_are_limited(supervised):
+    code, errors, run = supervised('doing("step", step=attempt + 1)\nos.kill(os.getpid(), signal.SIGKILL)', 2, nproc=1)
+    assert code == 3
+    assert "no restart is left of 2 (--max-restarts)" in errors
+    assert [entry["step"] for entry in failures(run)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("kind", "code"), [("mistake", 2), ("custom", 2), ("non-finite", 1)])
+def test_what_a_restart_cannot_mend_is_not_restarted(supervised, tmp_path, kind, code):
+    assert supervised(f'send_to_launcher("text", "{kind}")\nsys.exit({code})', nproc=1)[0] == code
+    assert len(list(tmp_path.glob("attempt-0-*"))) == 1
+
+
+def test_a_signal_to_a_rank_is_not_a_failure(supervised, tmp_path):
+    assert supervised("os.kill(os.getpid(), signal.SIGTERM) if rank else time.sleep(60)")[0] == 143
+    assert len(list(tmp_path.glob("attempt-1-*"))) == 1
+
+
+def test_options_of_the_first_attempt_are_left_out_once_training_has_begun(supervised, tmp_path):
+    program = """
+Path(f"arguments-{attempt}").write_text(" ".join(sys.argv[1:]))
+if attempt: doing("step", step=1)
+sys.exit(5 if attempt < 2 else 0)
+"""
+    assert supervised(program, once=["--fresh"], nproc=1)[0] == 0
+    assert [(tmp_path / f"arguments-{n}").read_text() for n in range(3)] == ["--fresh", "--fresh", ""]
+
+
+def test_the_delay_doubles_and_is_reset_by_progress():
+    one = Supervisor(50)
+    delays = [one.delay(step, True)[0] for step in (5, 4, 3, 2, 6, 5)]
+    assert delays == [1, 2, 4, 8, 1, 2]
+    assert [one.delay(0, True)[0] for _ in range(6)] == [4, 8, 16, 32, 60, 60]
+
+
+def test_a_window_forgets_old_restarts(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: clock[0])
+    one = Supervisor(2, window=100)
+    for step, at, restarts in ((1, 0, True), (2, 50, True), (3, 90, False), (4, 101, True), (5, 149, False)):
+        clock[0] = at
+        assert (one.delay(step, True)[0] is not None) is restarts
+
+
+def test_a_run_with_deaths_equals_a_run_without(run_yaml, tmp_path, monkeypatch):
+    (tmp_path / "slow_for_launch.py").write_text(SLOW)
+
+    def file(name):
+        return run_yaml(
+            f"{name}.yaml",
+            run={"name": name},
+            schedule={"type": "slow_for_launch:Slow", "warmup_steps": 0},
+            training={"steps": 24, "batch_tokens": 256, "micro_batch_size": 2},
+            data={"validation": None},
+            checkpoint={"every": 3},
+            log=QUIET,
+        )
+
+    run = tmp_path / "runs" / "killed"
+    process = start(file("killed"), "--nproc", 2, "--max-restarts", 9, "--fresh", cwd=tmp_path)
+    until_step(process, run, 5)
+    os.kill(tree(process.pid)[1], signal.SIGKILL)  # one rank
+    until_step(process, run, 11)
+    for rank in tree(process.pid).values():  # all ranks
+        os.kill(rank, signal.SIGKILL)
+    until_step(process, run, 17)
+    process.kill()  # the launcher; then the user gives the same command again
+    finish(process)
+    process = start(file("killed"), "--nproc", 2, "--max-restarts", 9, cwd=tmp_path)
+    code, errors = finish(process)
+    assert code == 0, errors
+    first, second = failures(run)
+    assert (first["rank"], first["signal"], first["attempt"], second["attempt"]) == (1, "SIGKILL", 1, 2)
+    for entry in (first, second):
+        assert 0 <= entry["lost_steps"] <= 3
+        assert 0 <= entry["lost_seconds"] < 60
+        assert entry["doing"].startswith(("step ", "saving"))
+
+    process = start(file("whole"), "--nproc", 2, cwd=tmp_path)
+    assert finish(process)[0] == 0
+    assert losses(run) == losses(tmp_path / "runs" / "whole")
+    weights = [
+        sorted((tmp_path / "runs" / name / "checkpoints" / "step-00000024").glob("*.safetensors"))
+        for name in ("killed", "whole")
+    ]
+    assert len(weights[0]) == len(weights[1]) > 0
+    for one, other in zip(*weights, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_one_process_is_supervised_and_hang_up_saves_and_leaves(run_yaml, tmp_path):
+    (tmp_path / "slow_for_launch.py").write_text(SLOW)
+    file = run_yaml(
+        schedule={"type": "slow_for_launch:Slow", "warmup_steps": 0},
+        training={"steps": 2000, "batch_tokens": 256, "micro_batch_size": 2},
+        data={"validation": None},
+        checkpoint={"every": 3},
+        log=QUIET,
+    )
+    run = tmp_path / "runs" / "demo"
+    process = start(file, "--nproc", 1, "--max-restarts", 2, cwd=tmp_path)
+    until_step(process, run, 4)
+    rank = tree(process.pid)[0]
+    assert b"\0LOCAL_RANK=0\0" in Path(f"/proc/{rank}/environ").read_bytes()
+    os.kill(rank, signal.SIGKILL)
+    until_step(process, run, 7)
+    process.send_signal(signal.SIGHUP)
+    code, errors = finish(process)
+    assert code == 128 + signal.SIGHUP, errors
+    assert (run / "checkpoints" / f"step-{losses(run)[-1][0]:08}").is_dir()
+    assert len(failures(run)) == 1
+
+
+def test_wrong_options_are_refused(run_yaml, capsys, monkeypatch):
+    assert train(run_yaml(), "--max-restarts", "-1") == 2
+    assert "--max-restarts -1" in capsys.readouterr().err
+    assert train(run_yaml(), "--restart-window", "10") == 2
+    assert "--max-restarts N" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    assert train(run_yaml(), "--max-restarts", "1") == 2
+    assert "torchrun's --max-restarts" in capsys.readouterr().err
