@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from compare import Run, compare
 from matrix import MODELS, WITHIN, ranks_of
 
@@ -94,10 +95,11 @@ def test_all_meshes_make_the_same_rollouts_with_a_merged_adapter(mesh, model, ad
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("mesh", [{"dp_shard": 3}, {"pp": 2, "tp": 2}], ids=str)
-def test_ranks_score_their_completions_with_a_reward_model(mesh, runner, tiny_tokenizer, hf_folder):
+def test_ranks_score_their_completions_with_a_reward_model(mesh, runner, tiny_tokenizer, hf_folder, tmp_path):
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    judge = runner.folder / "judge"
+    judge = tmp_path / "judge"
+    torch.manual_seed(3)
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=512, num_labels=1, initializer_range=0.3, pad_token_id=0, **sizes)
     shutil.copytree(hf_folder, judge, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))

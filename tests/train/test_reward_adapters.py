@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from rollout_runs import lines_of, settings, write_inputs
 from running import QUIET, assert_same_weights, losses, metrics, train
 from safetensors.torch import load_file
 
@@ -99,6 +100,20 @@ def test_peft_and_transformers_compute_the_same_scores(write, hf_folder, tmp_pat
         torch.testing.assert_close(merged.state_dict()[name], tensor, rtol=0, atol=1e-5)
     with pytest.raises(UserError, match="reward model, which cannot generate"):
         weft.Engine(weft.load_model(hf_folder)).add_adapter("judge", run)
+
+
+def test_a_run_with_an_adapter_is_a_reward_of_rollouts(write, run_yaml, tmp_path, monkeypatch):
+    """It gives the rewards of the merged model, whose scores are those of Transformers."""
+    assert train(write("judge", {"dora": True})) == 0
+    weft.merge_adapter(tmp_path / "runs" / "judge", tmp_path / "merged")
+    write_inputs(tmp_path, prompts=6)
+    monkeypatch.chdir(tmp_path)
+    (line,) = lines_of(
+        run_yaml, tmp_path, **settings({"reward": {"runs/judge": 1.0, "merged": 0.5}}, training={"steps": 1})
+    )
+    assert line["reward/judge"] == pytest.approx(line["reward/merged"], abs=1e-5)
+    assert abs(line["reward/judge"]) > 0.01
+    assert line["reward_p90"] > line["reward_p10"]
 
 
 def test_a_checkpoint_has_the_adapter_and_the_head(write, tmp_path):
