@@ -167,4 +167,4 @@ def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome],
         send_to_launcher("the loss is not finite", NON_FINITE)
     if outcome.status == "stopped":
         return 128 + (outcome.signal or 15)
-    return 1 if outcome.status == "non-finite" else 0
+    return 1 if outcome.status in ("non-finite", "spike") else 0

@@ -22,6 +22,7 @@ from weft.config.python_source import NotFound, find_class
 from weft.config.rollout_rules import check_rollouts
 from weft.config.signature import has_attribute
 from weft.config.transformers_model import longest_sequence
+from weft.config.watch_rules import check_watch
 from weft.errors import Problem
 
 MOST_STEPS = 10**12  # with more steps, the number of a sample would not fit into 64 bits
@@ -67,6 +68,7 @@ def apply_rules(draft: Draft, *, check_data: bool) -> list[Problem]:
     check_adapter_section(draft)
     _check_recomputation(draft)
     _check_precision(draft, steps)
+    check_watch(draft)
     if draft.get("samples.prompts") and "tokenizer" in draft.values and draft.get("tokenizer") is None:
         draft.report("samples.prompts", "prompts need a tokenizer; set tokenizer, or remove the prompts")
     return lacks

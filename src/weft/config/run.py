@@ -21,6 +21,7 @@ from weft.config.rules import apply_rules
 from weft.config.section import Component, Folder, Section
 from weft.config.training import SamplesSection, TrainingSection, ValidationSection
 from weft.config.transformers_model import TransformersModelSection
+from weft.config.watch import WatchSection
 from weft.errors import ConfigError, Problem
 
 
@@ -175,6 +176,7 @@ class RunConfig(Section):
     or `module:Class`, or `{type: ..., ...}` with the arguments of the callback.
     """
     log: LogSection = _default(LogSection)
+    watch: WatchSection = _default(WatchSection)
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _lacks: list[Problem] = PrivateAttr(default_factory=list)

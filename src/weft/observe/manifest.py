@@ -69,7 +69,7 @@ def end_session(run_directory: str | Path, *, status: str, step: int, **facts: f
     """Records the time and status of the end of the last session in the manifest.
 
     Args:
-        status: "finished", "stopped", "stopped-early" or "non-finite".
+        status: "finished", "stopped", "stopped-early", "non-finite" or "spike".
         step: number of updates of all sessions.
         facts: warmup_seconds (duration of the session's first step) and steady_step_seconds (mean duration of its later
             steps), if known.

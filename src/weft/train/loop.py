@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint.checkpoint_files import Keep
+from weft.checkpoint.load import checkpoints
 from weft.checkpoint.save import save
 from weft.data.batches.batch import Batch
 from weft.errors import UserError
@@ -36,24 +36,11 @@ from weft.train.rollouts.source import RolloutSource
 from weft.train.sample_writer import Sampler
 from weft.train.state import State
 from weft.train.stop import Outcome, StopRequest
+from weft.train.sums import BatchSums, sample_seed
 from weft.train.validate import validate
-
-
-@dataclass(frozen=True)
-class BatchSums:
-    """Sums over a global batch.
-
-    Attributes:
-        weight: weight by which the loss is divided (`Objective.weight`).
-        learned: weight of the tokens with loss.
-        learned_tokens: number of tokens with loss.
-        tokens: number of tokens, without padding sequences.
-    """
-
-    weight: float
-    learned: float
-    learned_tokens: int
-    tokens: int
+from weft.train.watch.guard import Finding, Guard
+from weft.train.watch.reports import raise_unless_possible, react
+from weft.train.watch.rollback import roll_back
 
 
 @dataclass
@@ -64,9 +51,7 @@ class Loop:
         objective: the objective. Its scalars include the metrics of `log.metrics` that have `outputs`.
         compress: all-reduces compressed gradients over replicas in place of FSDP2.
         frozen: the frozen models of the objective.
-        tokens: number of tokens of earlier sessions.
-        replay: whether the session resumes from a checkpoint that was saved before the validation of the same step. If
-            a callback's state depends on validations, `begin` repeats this validation.
+        saved: the state of the checkpoint from which the session resumes; {} for a new run.
     """
 
     job: Job
@@ -81,8 +66,7 @@ class Loop:
     sampler: Sampler | None = None
     compress: PowerSGD | None = None
     frozen: FrozenModels = field(default_factory=FrozenModels)
-    tokens: int = 0
-    replay: bool = False
+    saved: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.config, self.world, self.length = self.job.config, self.job.world, self.data.length
@@ -94,6 +78,9 @@ class Loop:
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.measured: dict[str, float] = {}
         self.saved_at = self.validated_at = 0
+        self.tokens = int(self.saved.get("tokens", 0))  # of all sessions
+        self.guard = Guard(self.config.watch, self.saved)
+        raise_unless_possible(self.guard, self.data.source)
         if isinstance(self.data.source, RolloutSource):
             self.data.source.attach(self.passes, self.recorder.samples, self.length.samples_every)
 
@@ -102,12 +89,13 @@ class Loop:
 
         Trains until the run ends, a loss or gradient is not finite, or any rank asks to stop.
         """
-        steps, source = self.length.steps, self.data.source
+        steps = self.length.steps
         assert steps is not None
-        assert not isinstance(source, GivenBatches)
-        batches = iter(source.iterate(step, steps, self.config.data.workers))
         with self.recorder.progress(step):
             state = self.begin(step, stop or StopRequest())
+            if self.guard.may_roll_back and not self.world.agree(lambda: checkpoints(state.path), only_first=True):
+                self.save(step)  # so that a rollback is possible from the first step
+            batches = self.batches(step)
             while state.step < steps:
                 doing(f"step {state.step + 1:,}", step=state.step + 1)
                 self.recorder.begin_step()
@@ -117,9 +105,14 @@ class Loop:
                 sums, received = self.sum_batch(batch)
                 if received is not None:
                     return self.stopped(received)
-                if not self.update(batch, sums):
-                    return self.leave("non-finite")
-                self.after_update(state.step)
+                found = self.update(batch, sums)
+                if found is None:
+                    self.after_update(state.step)
+                elif found.action == "rollback" and roll_back(self):
+                    batches.close()
+                    batches = self.batches(state.step)
+                else:
+                    return self.leave(found.kind)
             return self.leave("finished")
 
     def begin(self, step: int, stop: StopRequest) -> State:
@@ -139,11 +132,27 @@ class Loop:
         )
         self.passes.after_update()
         self.callbacks.call("begin", self.state)
+        self.repeat_validation(step, missed=not self.saved.get("validated", True))
+        return self.state
+
+    def repeat_validation(self, step: int, *, missed: bool) -> None:
+        """Repeats the validation of a step whose checkpoint was saved before it, if a callback's state depends on it.
+
+        Args:
+            missed: whether the checkpoint was saved before a validation that was due.
+        """
         every = self.length.validation_every
-        missed = self.replay and self.data.validates and every is not None and step % every == 0
+        missed = missed and self.data.validates and every is not None and step % every == 0
         if missed and self.callbacks.depend_on_validations:
             self.validate(step)
-        return self.state
+
+    def batches(self, step: int) -> Generator[Batch | None]:
+        """Returns the batches of the updates from `step` on, without the data that the run skips."""
+        source, steps = self.data.source, self.length.steps
+        assert steps is not None
+        assert not isinstance(source, GivenBatches)
+        first = self.guard.data_step(step)
+        return source.iterate(first, steps + first - step, self.config.data.workers)
 
     def next_batch(self, batches: Iterator[Batch | None]) -> Batch | None:
         """Returns this rank's sequences of the next global batch; None if a rollout was stopped."""
@@ -181,12 +190,12 @@ class Loop:
         """Returns the reason of the first rank on which a callback asked to stop."""
         return next(reason for reason in all_gather_object(self.state.stop.reason) if reason is not None)
 
-    def update(self, batch: Batch, sums: BatchSums) -> bool:
+    def update(self, batch: Batch, sums: BatchSums) -> Finding | None:
         """Makes one step: computes and clips the gradients, updates the weights, and collects metrics.
 
         Returns:
-            False if the run must end because the loss or gradient is not finite. True otherwise, also if the update was
-            only skipped because of a float16 overflow.
+            The finding because of which the run must end or return to a checkpoint; the step does not count then. None
+            otherwise, also if the update was skipped.
         """
         state, step = self.state, self.state.step
         state.batch, state.logged = batch, self.due(step + 1, self.config.log.every)
@@ -198,21 +207,24 @@ class Loop:
         norm = clip_gradients(self.parameters, self.config.training.grad_clip, self.world.pp_group, self.world.device)
         finite = math.isfinite(loss) and math.isfinite(norm)
         scaling = self.scale.metrics(finite)
-        if not (finite or self.scale.may_skip()):
-            self.optimizer.zero_grad()
-            self.recorder.not_finite(step, loss, norm)
-            return False
+        overflow = not finite and self.scale.may_skip()
+        found = None if overflow else self.guard.judge(loss, norm)
+        if found is not None:
+            react(self.recorder, found, step, self.guard.data_step(step))
+            if found.ends_step:
+                self.optimizer.zero_grad()
+                return found
         lr = self.set_learning_rate(step)
-        if finite:
+        if updated := not overflow and (found is None or found.updates):
             with self.frozen_rows.unchanged():
                 self.optimizer.step()
             self.passes.after_update()
-        else:
+        elif overflow:
             self.recorder.skipped(step)
         self.scale.update(finite)
         self.optimizer.zero_grad()
         balance = self.balance.update()
-        state.step, state.loss, state.updated = step + 1, loss, finite
+        state.step, state.loss, state.updated = step + 1, loss, updated
         self.tokens += sums.tokens
         measured = {
             "tokens": self.tokens,
@@ -222,9 +234,9 @@ class Loop:
             "learned_tokens": sums.learned_tokens,
         }
         state.metrics = self.recorder.end_step(state.step, sums.tokens, batch.tokens.shape[1], **measured)
-        for found in (balance, scaling, scalars):
-            state.log(found)
-        return True
+        for values in (balance, scaling, scalars):
+            state.log(values)
+        return None
 
     def after_update(self, step: int) -> None:
         """Calls the callbacks' `step`. Then saves, validates, generates samples and writes metrics, each if due."""
@@ -281,19 +293,11 @@ class Loop:
             micro_batches,
             weight=weight or 1.0,
             learned_tokens=learned,
-            seed=partial(self.seed, step),
+            seed=partial(sample_seed, self.config.run.seed, step),
             loss_scale=self.scale.factor,
         )
         loss, *pairs = self.world.sum(*total.unbind())
         return loss / (weight or 1.0), quotients(self.passes.scalars, pairs)
-
-    def seed(self, step: int, sample: int) -> int:
-        """Returns the seed of a sample's random numbers in a step, which depends on the seed of the run.
-
-        So dropout and noise do not depend on which rank has the sample, and need no saved state.
-        """
-        key = f"{self.config.run.seed} {step} {sample}".encode()
-        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True)
 
     def set_learning_rate(self, step: int) -> float:
         """Sets each parameter group's learning rate to its configured value times the schedule's factor for this step.
@@ -332,6 +336,7 @@ class Loop:
             "tokens": self.tokens,
             "seed": self.config.run.seed,
             **self.scale.state(),
+            **self.guard.state(),
             **({"frozen_models": self.frozen.records} if self.frozen.records else {}),
             **({"callbacks": values, "validated": not pending} if self.callbacks.found else {}),
         }

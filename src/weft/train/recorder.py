@@ -33,12 +33,11 @@ from weft.observe.report import build_report
 from weft.observe.run_info import RunInfo
 from weft.observe.status import LONG, doing
 from weft.observe.tracking import Tracking
-from weft.parallel.ranks import all_gather_object, error_on_all_ranks
+from weft.parallel.ranks import all_gather_object
 from weft.train.auto_settings import DTYPES
 from weft.train.clock import StepClock
 from weft.train.data import Data
 from weft.train.example import write_example
-from weft.train.given_batches import GivenBatches
 from weft.train.job import Job
 from weft.train.run_directory import reorders
 from weft.train.state import State
@@ -295,26 +294,13 @@ class Recorder:
                 names, keep = ", ".join(path.name for path in removed), self.config.checkpoint.keep_last
                 self.console.line(f"step {step:,}: removed {names}, because checkpoint.keep_last is {keep}")
 
-    def not_finite(self, step: int, loss: float, norm: float) -> None:
-        """Warns that the run ends because the loss or the gradient norm is not finite.
-
-        Raises:
-            UserError: in place of the warning, if the batch was passed to `Trainer.step`.
-        """
-        what = (
-            f"step {step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite. The update was not made"
-        )
-        remedy = (
-            "optimizer.lr, lengthen the warm-up or lower training.grad_clip"
-            f"{', compute in bfloat16' if self.config.training.dtype == 'float16' else ''}"
-        )
-        if isinstance(self.source, GivenBatches):
-            raise error_on_all_ranks(f"{what}; lower {remedy}, or skip this batch")
-        samples = self.source.samples(step)
-        self.console.warning(
-            f"{what}; the checkpoint of step {step} has the weights before it. Lower {remedy}, "
-            f"then run the same command again (samples of this batch: {samples[0]:,} to {samples[-1]:,})"
-        )
+    def rolled_back(self, step: int) -> None:
+        """Removes the metrics and samples of the steps after `step`, which the run repeats."""
+        self.clock.reset()
+        if self.prints:
+            for file in (self.metrics, self.written_samples):
+                file.keep_until(step)
+            self.console.line(f"returned to the checkpoint of step {step:,}")
 
     def skipped(self, step: int) -> None:
         """Counts an update that was skipped because of a float16 overflow. Prints a warning for the first one only."""

@@ -27,6 +27,7 @@ SILENT = (
     "run.name",
     "run.directory",
     "log.",
+    "watch.",
     "checkpoint.",
     "samples.",
     "parallel.",

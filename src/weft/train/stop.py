@@ -46,8 +46,8 @@ class Outcome:
     """The outcome of a training session: one start or resumption of the run, until the run ends or stops.
 
     Attributes:
-        status: "finished"; "stopped" by a signal; "stopped-early" by a callback; or "non-finite" after a loss or
-            gradient that is not finite.
+        status: "finished"; "stopped" by a signal; "stopped-early" by a callback; "non-finite" after a loss or
+            gradient that is not finite; or "spike" (see `watch`).
         step: number of updates of all sessions, including skipped updates; a checkpoint of this step exists.
         loss: the loss of the last update, in nats per token (or per unit of the objective's weight); None if this
             session made no update.

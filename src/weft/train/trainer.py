@@ -317,8 +317,7 @@ class Trainer:
             sampler=sampler,
             compress=built.compress,
             frozen=built.frozen,
-            tokens=int(built.state.get("tokens", 0)),
-            replay=not built.state.get("validated", True),
+            saved=built.state,
         )
         with ExitStack() as cleanup:
             cleanup.callback(loop.recorder.close)

@@ -1,0 +1,13 @@
+"""Checks keys of the section `watch` that depend on other keys."""
+
+from __future__ import annotations
+
+from weft.config.draft import Draft
+
+
+def check_watch(draft: Draft) -> None:
+    """Reports a rollback to more checkpoints than the run keeps."""
+    wanted, kept = draft.get("watch.rollback_checkpoints"), draft.get("checkpoint.keep_last")
+    if wanted is not None and kept is not None and wanted > kept:
+        what = f"{wanted}, but the run keeps only {kept} checkpoints; lower the number, or raise checkpoint.keep_last"
+        draft.report("watch.rollback_checkpoints", what, "checkpoint.keep_last")

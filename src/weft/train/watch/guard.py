@@ -1,0 +1,128 @@
+"""Defines `Guard`, which judges each step's loss and gradient norm, and knows which data a run skips."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from weft.config.watch import WatchSection
+
+LEAST_DEVIATION = 0.01  # of the median: a nearly constant loss would otherwise have a spike at each small change
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A step whose loss or gradient norm is not as usual.
+
+    Attributes:
+        kind: "non-finite" or "spike".
+        action: "warn", "skip", "rollback" or "stop".
+        text: what was found, without the step.
+        values: the values for the event.
+    """
+
+    kind: str
+    action: str
+    text: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def updates(self) -> bool:
+        """Whether the update is made in spite of the finding."""
+        return self.action == "warn"
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the step does not count: the run stops, or returns to a checkpoint."""
+        return self.action in ("stop", "rollback")
+
+
+class Guard:
+    """Compares each step's loss and gradient norm with those of the last steps.
+
+    Both numbers are equal on all ranks, so all ranks find the same without communication. The values of the last steps
+    are part of checkpoints, so a resumed run judges like a run without interruption.
+
+    Args:
+        section: the section `watch` of the config.
+        saved: the saved state of a checkpoint; the guard's state is below the key `watch`.
+
+    Attributes:
+        windows: the windows of data that the run skips: pairs of a step, and the number of steps of data that this step
+            and all later steps skip. The steps increase.
+        rollbacks: number of rollbacks of the run so far.
+    """
+
+    def __init__(self, section: WatchSection, saved: dict[str, Any]):
+        state = saved.get("watch") or {}
+        self.section, self.spike = section, section.spike
+        self.recent = {name: deque(state.get(name, ()), maxlen=self.spike.window) for name in ("loss", "grad_norm")}
+        self.windows = [(int(step), int(count)) for step, count in state.get("skipped_data", ())]
+        self.rollbacks = int(state.get("rollbacks", 0))
+
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether the config lets the run return to a checkpoint."""
+        return "rollback" in (self.spike.action, self.section.non_finite)
+
+    def judge(self, loss: float, norm: float) -> Finding | None:
+        """Returns what is unusual about a step; None if nothing is. Remembers the values.
+
+        Args:
+            loss: the loss of the global batch.
+            norm: the gradient norm before clipping.
+        """
+        values = {"loss": loss, "grad_norm": norm}
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            text = f"the loss ({loss}) or the gradient norm ({norm}) is not finite"
+            return Finding("non-finite", self._allowed(self.section.non_finite), text, values)
+        found = next((name for name, value in values.items() if self._is_spike(name, value)), None)
+        finding = None
+        if found is not None:
+            usual, count = median(self.recent[found]), len(self.recent[found])
+            what = {"loss": "the loss", "grad_norm": "the gradient norm"}[found]
+            text = f"{what} is a spike ({values[found]:.5g}; the median of the last {count} steps is {usual:.5g})"
+            finding = Finding("spike", self._allowed(self.spike.action), text, {**values, "of": found, "median": usual})
+        for name, value in values.items():
+            self.recent[name].append(value)
+        return finding
+
+    def data_step(self, step: int) -> int:
+        """Returns the step whose data the update after `step` updates takes: `step`, and the skipped data before it."""
+        return step + sum(count for at, count in self.windows if at <= step)
+
+    def skip_data(self, step: int, until: int) -> None:
+        """Makes the update after `step` updates take the data of step `until`, and later updates those that follow.
+
+        Windows after `step` are forgotten: the new one contains them, because a run takes data only forwards.
+        """
+        self.windows = [window for window in self.windows if window[0] < step]
+        self.windows.append((step, until - self.data_step(step)))
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint, as JSON values."""
+        recent = {name: list(values) for name, values in self.recent.items()}
+        return {"watch": {**recent, "skipped_data": self.windows, "rollbacks": self.rollbacks}}
+
+    def _allowed(self, action: str) -> str:
+        return "stop" if action == "rollback" and self.rollbacks >= self.section.max_rollbacks else action
+
+    def _is_spike(self, name: str, value: float) -> bool:
+        recent = self.recent[name]
+        return len(recent) >= self.spike.window // 2 and value > limit(recent, self.spike.factor)
+
+
+def limit(values: Iterable[float], factor: float) -> float:
+    """Returns the value beyond which a number is a spike: the median of `values` plus `factor` deviations.
+
+    A deviation is 1.4826 times the median absolute deviation, which estimates the standard deviation of normally
+    distributed values although some of them are spikes.
+    """
+    values = list(values)
+    usual = median(values)
+    deviation = 1.4826 * median(abs(value - usual) for value in values)
+    return usual + factor * max(deviation, LEAST_DEVIATION * abs(usual))

@@ -1,0 +1,57 @@
+"""Reports the findings of the watch: warnings, events, and errors of batches that the user's own loop passes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.observe.events import append_event
+from weft.parallel.ranks import error_on_all_ranks
+from weft.train.given_batches import GivenBatches
+from weft.train.rollouts.source import RolloutSource
+from weft.train.watch.guard import Finding, Guard
+
+if TYPE_CHECKING:
+    from weft.train.recorder import Recorder
+
+
+def raise_unless_possible(guard: Guard, source: object) -> None:
+    """Raises UserError if the config asks for rollbacks, but the run cannot skip its training data."""
+    if guard.may_roll_back and isinstance(source, GivenBatches | RolloutSource):
+        what = "Trainer.step passes the batches" if isinstance(source, GivenBatches) else "the model generates its data"
+        raise error_on_all_ranks(f"watch: a rollback cannot skip the data, because {what}; set skip or stop")
+
+
+def react(recorder: Recorder, found: Finding, step: int, data_step: int) -> None:
+    """Warns of a finding and records it as an event.
+
+    Args:
+        step: number of updates before the step.
+        data_step: the step whose samples the batch has.
+
+    Raises:
+        UserError: the run must stop, and the batch was passed to `Trainer.step`.
+    """
+    source, training = recorder.source, recorder.config.training
+    what = f"step {step + 1}: {found.text}" + ("" if found.updates else ". The update was not made")
+    remedy = (
+        "optimizer.lr, lengthen the warm-up or lower training.grad_clip"
+        f"{', compute in bfloat16' if training.dtype == 'float16' else ''}"
+    )
+    given = isinstance(source, GivenBatches)
+    values = dict(found.values)
+    if not given:
+        samples = source.samples(data_step)
+        values["samples"] = [int(samples[0]), int(samples[-1])]
+    run = recorder.job.run.path
+    recorder.world.agree(lambda: append_event(run, step + 1, found.kind, found.action, what, **values), only_first=True)
+    if given and found.action == "stop":
+        raise error_on_all_ranks(f"{what}; lower {remedy}, or skip this batch")
+    where = f" (samples of this batch: {samples[0]:,} to {samples[-1]:,})" if not given else ""
+    then = {
+        "warn": "",
+        "skip": "",
+        "rollback": "; the run returns to a checkpoint and skips these data",
+        "stop": f"; the checkpoint of step {step} has the weights before it. Lower {remedy}, then run the same "
+        "command again",
+    }[found.action]
+    recorder.console.warning(f"{what}{then}{where}")
