@@ -147,12 +147,12 @@ class Loop:
             self.validate(step)
 
     def batches(self, step: int) -> Generator[Batch | None]:
-        """Returns the batches of the updates from `step` on, without the data that the run skips."""
+        """Yields the batches of the updates from `step` on, without the data that the run skips."""
         source, steps = self.data.source, self.length.steps
         assert steps is not None
         assert not isinstance(source, GivenBatches)
         first = self.guard.data_step(step)
-        return source.iterate(first, steps + first - step, self.config.data.workers)
+        yield from source.iterate(first, steps + first - step, self.config.data.workers)
 
     def next_batch(self, batches: Iterator[Batch | None]) -> Batch | None:
         """Returns this rank's sequences of the next global batch; None if a rollout was stopped."""
@@ -210,9 +210,10 @@ class Loop:
         overflow = not finite and self.scale.may_skip()
         found = None if overflow else self.guard.judge(loss, norm)
         if found is not None:
+            if not found.updates:
+                self.optimizer.zero_grad()
             react(self.recorder, found, step, self.guard.data_step(step))
             if found.ends_step:
-                self.optimizer.zero_grad()
                 return found
         lr = self.set_learning_rate(step)
         if updated := not overflow and (found is None or found.updates):

@@ -113,16 +113,18 @@ class Guard:
 
     def _is_spike(self, name: str, value: float) -> bool:
         recent = self.recent[name]
-        return len(recent) >= self.spike.window // 2 and value > limit(recent, self.spike.factor)
+        return len(recent) >= self.spike.window // 2 and is_spike(value, recent, self.spike.factor)
 
 
-def limit(values: Iterable[float], factor: float) -> float:
-    """Returns the value beyond which a number is a spike: the median of `values` plus `factor` deviations.
+def is_spike(value: float, recent: Iterable[float], factor: float) -> bool:
+    """Returns whether `value` exceeds the median of `recent` by more than `factor` deviations.
 
     A deviation is 1.4826 times the median absolute deviation, which estimates the standard deviation of normally
-    distributed values although some of them are spikes.
+    distributed values although some of them are spikes; it is at least `LEAST_DEVIATION` of the median.
     """
-    values = list(values)
-    usual = median(values)
-    deviation = 1.4826 * median(abs(value - usual) for value in values)
-    return usual + factor * max(deviation, LEAST_DEVIATION * abs(usual))
+    recent = list(recent)
+    usual = median(recent)
+    excess = value - usual
+    if excess <= factor * LEAST_DEVIATION * abs(usual):
+        return False  # nearly all steps end here, before the slower part
+    return excess > factor * 1.4826 * median(abs(one - usual) for one in recent)
