@@ -282,13 +282,7 @@ class Loop:
             The mean loss, in nats per token (or per unit of the objective's weight), and the objective's scalars.
         """
         if weight == 0:
-            what, remedy = "all tokens of the batch are masked", "check the masks"
-            if isinstance(self.data.source, RolloutSource):
-                what = (
-                    "nothing can be learned, as all rewards of each prompt are equal or all completions are truncated"
-                )
-                remedy = "check the reward and objective.max_new_tokens"
-            self.recorder.warn_once(f"step {step + 1}: {what}, so the loss is 0; {remedy}")
+            warn_of_no_loss(self.recorder, step)
         micro_batches = batch.split(self.data.micro_batch_size(batch))
         total = self.passes.train(
             micro_batches,
