@@ -39,7 +39,7 @@ from weft.train.stop import Outcome, StopRequest
 from weft.train.sums import BatchSums, sample_seed
 from weft.train.validate import validate
 from weft.train.watch.guard import Finding, Guard
-from weft.train.watch.reports import raise_unless_possible, react
+from weft.train.watch.reports import raise_unless_possible, react, warn_of_no_loss
 from weft.train.watch.rollback import roll_back
 
 

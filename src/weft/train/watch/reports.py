@@ -55,3 +55,12 @@ def react(recorder: Recorder, found: Finding, step: int, data_step: int) -> None
         "command again",
     }[found.action]
     recorder.console.warning(f"{what}{then}{where}")
+
+
+def warn_of_no_loss(recorder: Recorder, step: int) -> None:
+    """Warns, once in a run, that no token of a batch has a loss."""
+    what, remedy = "all tokens of the batch are masked", "check the masks"
+    if isinstance(recorder.source, RolloutSource):
+        what = "nothing can be learned, as all rewards of each prompt are equal or all completions are truncated"
+        remedy = "check the reward and objective.max_new_tokens"
+    recorder.warn_once(f"step {step + 1}: {what}, so the loss is 0; {remedy}")
