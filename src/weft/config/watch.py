@@ -31,6 +31,7 @@ class WatchSection(Section):
     """What Weft observes during training. Each finding is an event in `logs/events.jsonl` (docs/watch.md)."""
 
     spike: SpikeSection = Field(default_factory=SpikeSection)
+    """When a loss or gradient norm is a spike, and what follows."""
     non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """What follows a loss or gradient norm that is NaN or infinite; see `watch.spike.action`. An overflow of float16
     always halves the loss scale and skips the update.

@@ -20,6 +20,7 @@ from weft.observe.trace import DATA, STEP
 from weft.train.data import Data
 from weft.train.job import Job
 from weft.train.recorder import Recorder
+from weft.train.watch.guard import Finding
 
 Tensors = Iterable[tuple[torch.Tensor, str]]  # each tensor with its memory category
 
@@ -117,12 +118,9 @@ class ProfilingRecorder(Recorder):
             self.profiler.step()
         return line
 
-    def not_finite(self, step: int, loss: float, norm: float) -> None:
-        """Warns that the profile ends because the loss or the gradient norm is not finite."""
-        self.console.warning(
-            f"step {step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite; lower optimizer.lr or "
-            "--steps"
-        )
+    def found(self, finding: Finding, step: int, data_step: int) -> None:
+        """Warns of a finding of the watch. A profile has no events, and ends if a run would stop or roll back."""
+        self.console.warning(f"step {step + 1}: {finding.text}; lower optimizer.lr or --steps")
 
     def ended(self, status: str, step: int, reason: str | None = None) -> None:
         """Prints that no profile was written, if the steps ended early."""

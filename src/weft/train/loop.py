@@ -39,7 +39,7 @@ from weft.train.stop import Outcome, StopRequest
 from weft.train.sums import BatchSums, sample_seed
 from weft.train.validate import validate
 from weft.train.watch.guard import Finding, Guard
-from weft.train.watch.reports import raise_unless_possible, react, warn_of_no_loss
+from weft.train.watch.reports import raise_unless_possible, warn_of_no_loss
 from weft.train.watch.rollback import roll_back
 
 
@@ -212,7 +212,7 @@ class Loop:
         if found is not None:
             if not found.updates:
                 self.optimizer.zero_grad()
-            react(self.recorder, found, step, self.guard.data_step(step))
+            self.recorder.found(found, step, self.guard.data_step(step))
             if found.ends_step:
                 return found
         lr = self.set_learning_rate(step)

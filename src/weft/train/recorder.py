@@ -41,6 +41,8 @@ from weft.train.example import write_example
 from weft.train.job import Job
 from weft.train.run_directory import reorders
 from weft.train.state import State
+from weft.train.watch.guard import Finding
+from weft.train.watch.reports import react
 
 log = logging.getLogger("weft.train")
 
@@ -293,6 +295,10 @@ class Recorder:
             if len(removed) > 1:
                 names, keep = ", ".join(path.name for path in removed), self.config.checkpoint.keep_last
                 self.console.line(f"step {step:,}: removed {names}, because checkpoint.keep_last is {keep}")
+
+    def found(self, finding: Finding, step: int, data_step: int) -> None:
+        """Reports a finding of the watch (see `react`)."""
+        react(self, finding, step, data_step)
 
     def rolled_back(self, step: int) -> None:
         """Removes the metrics and samples of the steps after `step`, which the run repeats."""
