@@ -161,7 +161,9 @@ def _session(load: Load) -> Any:
     return aiohttp.ClientSession(
         load.url,
         headers=headers,
-        connector=aiohttp.TCPConnector(limit=0),  # the load decides how many connections there are
+        # The load decides how many connections there are. Each request has its own: a server can close a used one
+        # at the moment at which the next request is sent, and that request would fail.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=load.timeout),
     )
 
