@@ -82,7 +82,9 @@ def run_on_ranks(
     check_mesh(config, nproc)
     with terminable():  # this process does not handle SIGTERM yet
         config = _pack(config, Console(), fresh)  # before ranks start
-    if nproc == 1 and not (supervisor and supervisor.most):
+    if supervisor is not None:
+        supervisor.hang_timeout = config.training.hang_timeout
+    if nproc == 1 and not (supervisor and supervisor.needed):
         return run_rank(lambda: config, act, verb)
     command = [sys.executable, "-m", "weft", verb, args.file, *args.overrides]
     if supervisor is None or run_directory is None:

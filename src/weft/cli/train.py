@@ -98,6 +98,10 @@ def supervisor_of(args: argparse.Namespace) -> Supervisor | None:
 
 def fit(config: RunConfig, args: argparse.Namespace) -> Outcome:
     """Trains on this rank, and returns the outcome."""
+    from weft.observe import status
+    from weft.observe.console import Console
     from weft.train.trainer import Trainer
 
+    if config.training.hang_timeout is not None and not status.connected() and os.environ.get("RANK", "0") == "0":
+        Console().warning("training.hang_timeout has no effect under torchrun; use the time-outs of the process group")
     return Trainer(config, fresh=args.fresh, from_last_good=args.from_last_good).fit()

@@ -96,6 +96,13 @@ class TrainingSection(Section):
     their order and all random numbers, on any mesh; losses can differ by rounding. Default: `exact` on CPUs, `order` on
     GPUs.
     """
+    hang_timeout: float | None = Field(None, gt=0)
+    """Number of seconds without progress of a rank after which `weft train` writes the Python stacks of all ranks to
+    `logs/stacks-N.txt` and kills them. With `--max-restarts`, they are then started again, and the default is 10 times
+    the longest recent step, at least 60; without it, ranks that hang are not killed by default. Each micro-batch is
+    progress. The first two steps of an attempt may take 30 minutes, and a save, a validation or the end of the run 10,
+    whatever the value is. Under torchrun, the key has no effect, and a warning says so.
+    """
 
 
 class ValidationSection(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import selectors
 import signal
@@ -21,7 +22,8 @@ from weft.launch.failures import (
     report_verdict,
     resume_hint,
 )
-from weft.launch.rank import Rank, start_rank
+from weft.launch.hang import HangWatch, hung_first
+from weft.launch.rank import STACKS_SIGNAL, Rank, start_rank
 from weft.observe import status
 from weft.processes import LAUNCHER, die_with, signal_handler
 
@@ -43,6 +45,8 @@ class LocalRanks:
         ending: time at which the launcher asked the ranks to end, because of a signal or a failed rank; None until
             then.
         killed: the ranks that the launcher killed.
+        watch: detects ranks that hang; None: they are not detected.
+        hang: the verdict about ranks that hung; None if no rank hung.
     """
 
     def __init__(
@@ -51,8 +55,10 @@ class LocalRanks:
         nproc: int,
         run_directory: Path | None,
         received: list[int],
+        watch: HangWatch | None = None,
     ):
-        self.run_directory, self.received = run_directory, received
+        self.run_directory, self.received, self.watch = run_directory, received, watch
+        self.hang: Verdict | None = None
         self.ending: float | None = None
         self.killed: set[int] = set()
         self.warned = False
@@ -81,6 +87,8 @@ class LocalRanks:
         for key in list(self.pipes.get_map().values()):
             os.close(key.fd)
         self.pipes.close()
+        for rank in self.ranks:
+            rank.stacks.close()
 
     def wait(self) -> None:
         """Waits until all ranks have ended.
@@ -96,6 +104,8 @@ class LocalRanks:
             if self.ending is None and (self.received or any(rank.exitcode for rank in self.ranks if rank.ended)):
                 self.ending = time.monotonic()
                 self.send(signal.SIGTERM)
+            if self.ending is None and self.watch is not None and self.watch.hangs(alive):
+                self.kill_hung(alive, self.watch)
             if self.ending is not None and alive and not self.killed:
                 self.kill_if_stuck(alive, self.ending)
         self.read_reports(0)
@@ -115,6 +125,17 @@ class LocalRanks:
         for rank in self.ranks:
             if rank.ended is None:
                 rank.process.send_signal(number)
+
+    def kill_hung(self, alive: list[Rank], watch: HangWatch) -> None:
+        """Writes the stacks of all ranks, and kills them, because a rank hangs."""
+        order = hung_first(alive)
+        quiet = time.monotonic() - order[0].since
+        text = f"killed after {quiet:.0f} s without progress: {first_few([str(rank) for rank in order], NAMED, '; ')}"
+        if watch.dump(order):
+            text += f"; the stacks of all ranks are in {watch.stacks}"
+        self.hang = Verdict(order[0].number, EXIT_LOST, text, restartable=True)
+        self.ending, self.killed = time.monotonic(), {rank.number for rank in alive}
+        self.send(signal.SIGKILL)
 
     def kill_if_stuck(self, alive: list[Rank], since: float) -> None:
         """Kills the remaining ranks if they make no progress after they were asked to end, or at the second Ctrl-C.
@@ -147,6 +168,8 @@ class LocalRanks:
         """Returns what ended the ranks. Its code is 0 if all of them succeeded."""
         if self.killed and self.received:
             return Verdict(None, 128 + signal.SIGINT if self.received.count(signal.SIGINT) > 1 else EXIT_LOST)
+        if self.hang is not None:
+            return self.hang
         by_end = sorted(self.ranks, key=lambda rank: rank.ended or 0)
         failures = {rank.number: rank for rank in by_end if rank.exitcode and rank.number not in self.killed}
         if not failures:
@@ -183,9 +206,15 @@ def launch_local(command: Sequence[str], nproc: int, run_directory: Path | None)
     return report_verdict(ranks.verdict(), run_directory)
 
 
-def run_once(command: Sequence[str], nproc: int, run_directory: Path | None, received: list[int]) -> LocalRanks:
+def run_once(
+    command: Sequence[str],
+    nproc: int,
+    run_directory: Path | None,
+    received: list[int],
+    watch: HangWatch | None = None,
+) -> LocalRanks:
     """Starts the ranks and waits until all have ended. Arguments: see `LocalRanks`."""
-    ranks = LocalRanks(command, nproc, run_directory, received)
+    ranks = LocalRanks(command, nproc, run_directory, received, watch)
     try:
         ranks.wait()
     finally:
@@ -197,8 +226,10 @@ def join_launcher() -> None:
     """Connects this rank to the local launcher that started it, if any. The rank is killed when the launcher ends."""
     launcher = os.environ.pop(LAUNCHER, None)  # child processes must not connect to the launcher
     if launcher is not None:
-        process, pipe = map(int, launcher.split())
+        process, pipe, stacks = map(int, launcher.split())
         os.set_inheritable(pipe, False)
+        os.set_inheritable(stacks, False)
+        faulthandler.register(STACKS_SIGNAL, file=stacks)
         status.connect(pipe)
         die_with(process)
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from weft.processes import LAUNCHER, STORE_SOCKET, usable_cores
 
+STACKS_SIGNAL = signal.SIGUSR2  # makes a rank write the Python stacks of its threads
 STDERR_LINES = 20  # last lines of a rank's stderr that are kept for the record of a failure
 
 
@@ -25,6 +28,7 @@ class Rank:
 
     Attributes:
         pipe: file descriptor from which the rank's reports are read.
+        stacks: file to which the rank writes the Python stacks of its threads after STACKS_SIGNAL.
         stderr: file descriptor from which the rank's stderr is read; None if the rank has the launcher's stderr.
         unread: bytes of an incomplete report.
         last_lines: the last lines of the rank's stderr; the last line may be incomplete.
@@ -41,6 +45,7 @@ class Rank:
     number: int
     process: subprocess.Popen
     pipe: int
+    stacks: IO[bytes]
     stderr: int | None = None
     unread: bytes = b""
     last_lines: deque[bytes] = field(default_factory=lambda: deque([b""], maxlen=STDERR_LINES))
@@ -108,6 +113,7 @@ def start_rank(
         listener: a listening socket, which rank 0 uses for its TCPStore.
         keeps_stderr: whether the launcher reads the rank's stderr, to keep its last lines.
     """
+    stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the pipes)
     reading, writing = os.pipe()
     errors, into = os.pipe() if keeps_stderr else (None, None)
     environment = {
@@ -119,15 +125,16 @@ def start_rank(
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(listener.getsockname()[1]),
-        LAUNCHER: f"{os.getpid()} {writing}",
+        LAUNCHER: f"{os.getpid()} {writing} {stacks.fileno()}",
     }
-    handles = [writing]
+    handles = [writing, stacks.fileno()]
     if number == 0:
         environment[STORE_SOCKET] = str(listener.fileno())
         handles.append(listener.fileno())
     try:
         process = subprocess.Popen(command, env=environment, pass_fds=handles, stderr=into, start_new_session=True)
     except OSError:
+        stacks.close()
         os.close(reading)
         if errors is not None:
             os.close(errors)
@@ -136,4 +143,4 @@ def start_rank(
         os.close(writing)
         if into is not None:
             os.close(into)
-    return Rank(number, process, reading, errors)
+    return Rank(number, process, reading, stacks, errors)

@@ -13,6 +13,7 @@ from typing import Any
 
 from weft.formatting import counted
 from weft.launch.failures import Verdict, print_error, report_verdict
+from weft.launch.hang import HangWatch
 from weft.launch.local import POLL, SIGNALS, LocalRanks, run_once
 from weft.launch.rank import Rank
 from weft.observe.manifest import now
@@ -29,6 +30,7 @@ class Supervisor:
 
     Attributes:
         most: maximum number of restarts, in all or within `window`.
+        hang_timeout: `training.hang_timeout` of the run, in seconds; None: adapted to the steps.
         window: seconds in which restarts are counted; None: all restarts count.
         restarts: times of the restarts.
         reached: the last step that any attempt began; 0 before the first step.
@@ -38,10 +40,21 @@ class Supervisor:
 
     most: int = 0
     window: float | None = None
+    hang_timeout: float | None = None
     restarts: list[float] = field(default_factory=list)
     reached: int = 0
     without_progress: int = 0
     failed_in: tuple[int, int] = (0, 0)
+
+    @property
+    def needed(self) -> bool:
+        """Whether ranks must be processes of their own, so that they can be restarted, or killed if they hang."""
+        return self.most > 0 or self.hang_timeout is not None
+
+    def watch(self, run_directory: Path) -> HangWatch | None:
+        """Returns the detection of ranks that hang for the next attempt."""
+        stacks = run_directory / "logs" / f"stacks-{len(self.restarts) + 1}.txt"
+        return HangWatch(self.hang_timeout, stacks) if self.needed else None
 
     def delay(self, step: int, killed: bool) -> tuple[float | None, str]:
         """Returns the seconds to wait before a restart, or None and the reason why there is no restart.
@@ -88,12 +101,13 @@ def supervise(
         while True:
             began = time.time()
             options = () if supervisor.reached else once
-            ranks = run_once([*command, *options], nproc, run_directory, received)
+            watch = supervisor.watch(run_directory)
+            ranks = run_once([*command, *options], nproc, run_directory, received, watch)
             verdict = ranks.verdict()
             if verdict.code == 0 or received or not verdict.restartable:
                 return report_verdict(verdict, run_directory)
             rank = ranks.ranks[verdict.rank or 0]
-            killed = rank.exitcode == -signal.SIGKILL
+            killed = rank.exitcode == -signal.SIGKILL and ranks.hang is None
             delay, reason = supervisor.delay(max((rank.step or 0) for rank in ranks.ranks), killed)
             record(run_directory, verdict, ranks, began, len(supervisor.restarts) + (delay is None), delay is not None)
             if delay is None:
@@ -149,8 +163,9 @@ def record(
             "attempt": attempt,
             "rank": verdict.rank,
             "host": socket.gethostname(),
+            "hang": ranks.hang is not None,
             "exit_code": rank.exitcode if rank.exitcode >= 0 else None,
-            "signal": signal_name(-rank.exitcode) if rank.exitcode < 0 else None,
+            "signal": signal_name(-rank.exitcode) if rank.exitcode < 0 and ranks.hang is None else None,
             "step": step or None,
             "doing": rank.doing,
             "stderr": [line for line in told or lines if line][-len(rank.last_lines) :],

@@ -34,6 +34,7 @@ SILENT = (
     "data.workers",
     "training.threads",
     "training.determinism",
+    "training.hang_timeout",
 )
 LOSSY = "parallel.compress"
 # Keys that decide which samples a step takes. After a change the new order continues at the same step.

@@ -1,0 +1,75 @@
+"""Detection of ranks that hang: how long a rank may report no progress, and the Python stacks of all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.launch.failures import print_error
+from weft.launch.rank import STACKS_SIGNAL, Rank
+
+START_SECONDS = 1800.0  # until a rank has made its first steps: loading, compilation, connections of many hosts
+FIRST_STEPS = 2  # steps that may take START_SECONDS; the second one still compiles if shapes vary
+LEAST_SECONDS, SLOWER = 60.0, 10  # without a configured time-out: SLOWER times the longest recent step, at least this
+STACK_SECONDS = 3.0  # a rank that does not write its stacks for this time is killed without them
+
+
+@dataclass(frozen=True)
+class HangWatch:
+    """Decides whether a rank hangs.
+
+    Attributes:
+        timeout: `training.hang_timeout`, in seconds; None: adapted to the time of the recent steps.
+        stacks: the file to which the stacks of all ranks are appended.
+    """
+
+    timeout: float | None
+    stacks: Path
+
+    def allowed(self, rank: Rank) -> float:
+        """Returns the seconds that a rank may be without a report of progress.
+
+        A save, a validation or another long task may take the time that the rank asked for, even if it is longer.
+        """
+        if rank.step is None or rank.first_step is None or rank.step < rank.first_step + FIRST_STEPS:
+            return max(START_SECONDS, rank.may_take)
+        steps = self.timeout if self.timeout is not None else max(LEAST_SECONDS, SLOWER * rank.longest)
+        return max(steps, rank.may_take)
+
+    def hangs(self, alive: Sequence[Rank]) -> bool:
+        """Whether a rank reports no progress for too long."""
+        now = time.monotonic()
+        return any(now - rank.since > self.allowed(rank) for rank in alive)
+
+    def dump(self, alive: Sequence[Rank]) -> bool:
+        """Appends the Python stacks of all threads of all ranks to the file. Returns False if it cannot be written."""
+        states = [str(rank) for rank in alive]
+        for rank in alive:
+            rank.process.send_signal(STACKS_SIGNAL)
+            rank.process.send_signal(signal.SIGCONT)  # a suspended rank handles no signal
+        sizes, end = [-1], time.monotonic() + STACK_SECONDS
+        while time.monotonic() < end:  # until all ranks have written, and write no more
+            before, sizes = sizes, [os.fstat(rank.stacks.fileno()).st_size for rank in alive]
+            if before == sizes and all(sizes):
+                break
+            time.sleep(0.2)
+        try:
+            self.stacks.parent.mkdir(parents=True, exist_ok=True)
+            with self.stacks.open("a", encoding="utf-8") as file:
+                for rank, state in zip(alive, states, strict=True):
+                    rank.stacks.seek(0)
+                    text = rank.stacks.read().decode(errors="replace") or "(the rank wrote no stacks)\n"
+                    file.write(f"{state}\n{text}\n")
+        except OSError as error:
+            print_error(f"{self.stacks}: stacks cannot be written: {error.strerror}; free space or set run.directory")
+            return False
+        return True
+
+
+def hung_first(alive: Sequence[Rank]) -> list[Rank]:
+    """Sorts ranks by the likelihood that they cause a hang: suspended ranks, then ranks that are behind the others."""
+    return sorted(alive, key=lambda rank: (not rank.is_stopped, rank.step or 0, rank.since))

@@ -1,0 +1,139 @@
+"""Ranks that hang are found, their stacks are written, and the run goes on without them."""
+
+import json
+import sys
+
+import pytest
+from running import QUIET, finish, losses, start
+
+from weft.launch import hang, supervisor
+from weft.launch.hang import HangWatch
+from weft.launch.supervisor import Supervisor, supervise
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from weft.launch.local import join_launcher
+from weft.observe.status import alive, doing
+
+rank = int(os.environ["RANK"])
+join_launcher()
+first = not Path(f"began-{rank}").exists()
+Path(f"began-{rank}").touch()
+"""
+
+
+def failures(run):
+    return [json.loads(line) for line in (run / "logs" / "failures.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def supervised(tmp_path, monkeypatch, capfd):
+    """Supervise a small program on two ranks with a time-out of a second; exit code, stderr, run directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervisor, "FIRST_DELAY", 0.05)
+
+    def run(program, most=5):
+        command = [sys.executable, "-c", RANK + program]
+        code = supervise(command, 2, tmp_path / "run", Supervisor(most, hang_timeout=1.0))
+        return code, capfd.readouterr().err, tmp_path / "run"
+
+    return run
+
+
+def test_a_suspended_rank_is_named_and_the_stacks_of_all_are_written(supervised):
+    code, errors, run = supervised("""
+def waits_for_the_other():
+    time.sleep(60)
+
+for step in (5, 6, 7, 8):
+    doing(f"step {step}", step=step)
+if first and rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+if first:
+    waits_for_the_other()
+""")
+    assert code == 0
+    (failure,) = failures(run)
+    assert (failure["rank"], failure["hang"], failure["signal"], failure["doing"]) == (1, True, None, "step 8")
+    assert failure["restarted"]
+    (line,) = errors.splitlines()
+    assert "without progress: rank 1 (process " in line
+    assert f"; the stacks of all ranks are in {run / 'logs' / 'stacks-1.txt'}; restart 1 of 5" in line
+    stacks = (run / "logs" / "stacks-1.txt").read_text()
+    assert stacks.index(", suspended by a signal): step 8") < stacks.index("rank 0 (process ")
+    assert "in waits_for_the_other" in stacks.partition("rank 0 (process ")[2]
+
+
+def test_without_restarts_a_hang_ends_the_run(supervised):
+    code, errors, run = supervised('for step in (1, 2, 3): doing("step", step=step)\ntime.sleep(60)', most=0)
+    assert code == 3
+    assert "the run has no checkpoint yet" in errors
+    assert [entry["restarted"] for entry in failures(run)] == [False]
+
+
+def test_progress_and_long_tasks_are_no_hang(supervised):
+    code, errors, run = supervised("""
+for step in (1, 2, 3): doing("step", step=step)
+for _ in range(8):
+    time.sleep(0.25)
+    alive()
+doing("saving", "save", may_take=60)
+time.sleep(2)
+""")
+    assert (code, errors, (run / "logs").exists()) == (0, "", False)
+
+
+def test_the_default_adapts_to_the_steps(tmp_path):
+    class Rank:
+        step, first_step, longest, may_take = None, None, 0.5, 0.0
+
+    rank, watch = Rank(), HangWatch(None, tmp_path)
+    assert watch.allowed(rank) == hang.START_SECONDS
+    rank.step = rank.first_step = 40
+    assert watch.allowed(rank) == hang.START_SECONDS  # compilation
+    rank.step = 42
+    assert watch.allowed(rank) == 60
+    rank.longest = 30
+    assert watch.allowed(rank) == 300
+    rank.may_take = 600
+    assert watch.allowed(rank) == 600
+    assert HangWatch(5.0, tmp_path).allowed(rank) == 600
+
+
+HANGS = """
+import time
+from pathlib import Path
+
+class Hangs:
+    def step(self, state):
+        if state.step == 6 and state.rank == 1 and not Path("hung").exists():
+            Path("hung").touch()
+            self.waits_for_ever()
+
+    def waits_for_ever(self):
+        while True:
+            time.sleep(1)
+"""
+
+
+def test_a_run_goes_on_after_a_callback_that_hangs(run_yaml, tmp_path):
+    """The run ends as if nothing had happened, and the stacks name the function."""
+    (tmp_path / "hangs_once.py").write_text(HANGS)
+    file = run_yaml(
+        schedule={"warmup_steps": 0},
+        training={"steps": 12, "batch_tokens": 256, "micro_batch_size": 2, "hang_timeout": 3},
+        callbacks=[{"type": "hangs_once:Hangs"}],
+        data={"validation": None},
+        checkpoint={"every": 4},
+        log=QUIET,
+    )
+    run = tmp_path / "runs" / "demo"
+    process = start(file, "--nproc", 2, "--max-restarts", 3, cwd=tmp_path)
+    code, errors = finish(process, 240)
+    assert code == 0, errors
+    (failure,) = failures(run)
+    assert (failure["rank"], failure["hang"], failure["step"]) == (1, True, 7)
+    assert failure["lost_steps"] == 2
+    assert "in waits_for_ever" in (run / "logs" / "stacks-1.txt").read_text()
+    assert [step for step, *_ in losses(run)] == list(range(1, 13))
