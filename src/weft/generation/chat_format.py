@@ -104,7 +104,7 @@ class ChatFormat:
         """
         header, lead, end = frame
         text = self.render(messages, tools, variables, prompt=True) + header
-        prompt = self.tokenizer.prompt(text)  # without special tokens: the template writes them
+        prompt = self.tokenizer.prompt(text, special=False)  # the template writes special tokens
         lead = text[len(prompt.text) :] + lead
         if token := first_token(end, self.tokenizer.added_tokens):
             return ChatPrompt(prompt, lead, frozenset({self.tokenizer.added_tokens[token]}), ())

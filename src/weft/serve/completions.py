@@ -68,7 +68,8 @@ def _prepare_completion(
     services: Services, model: ServedModel, body: CompletionRequest, given: Sequence[str | list[int]]
 ) -> Job:
     """Encodes the prompts of a completion. Runs outside of the event loop."""
-    prompts = [model.tokenizer.prompt(one) if isinstance(one, str) else one for one in given]
+    special = body.add_special_tokens is not False
+    prompts = [model.tokenizer.prompt(one, special=special) if isinstance(one, str) else one for one in given]
     ids = [prompt.ids if isinstance(prompt, Prompt) else prompt for prompt in prompts]
     rooms = [services.room(model, one) for one in ids]
     wanted = body.max_tokens or COMPLETION_TOKENS

@@ -90,6 +90,9 @@ class CompletionRequest(SamplingRequest):
     )
     best_of: int | None = Field(None, ge=1, description="Only the value of `n` is supported.")
     suffix: Literal[""] | None = Field(None, description="Only an empty text is supported.")
+    add_special_tokens: bool | None = Field(
+        True, description=f"Whether tokens such as `<s>`, which the tokenizer adds to texts, begin prompts. {EXTENSION}"
+    )
 
 
 class Function(Section):
@@ -229,7 +232,7 @@ class TokenizeRequest(Section):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = Field(
-        False, description="Whether to include tokens such as `<s>`, which completions do not add to prompts."
+        True, description="Whether to include tokens such as `<s>`, which the tokenizer adds to texts."
     )
     messages: list[Message] | None = Field(None, min_length=1)
     tools: list[Tool] | None = None

@@ -43,7 +43,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any
 
 def _encode(model: ServedModel, adapter: ServedAdapter | None, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
-        return model.tokenizer.encode(body.prompt or "", add_special_tokens=bool(body.add_special_tokens))
+        return model.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     chat = model.chat_format(adapter)
     messages = template_messages(chat_messages(body.messages), chat.template)
     tools = [tool.model_dump(exclude_unset=True, exclude_none=True) for tool in body.tools or ()] or None

@@ -92,10 +92,7 @@ def _plain(source: str) -> str:
 
 def _around(folder: Path) -> tuple[int | None, int | None, tuple[str, ...]]:
     """Returns the ids that the tokenizer adds before and after a text, and warnings about further ids."""
-    tokenizer = Tokenizer.load(folder)
-    plain, full = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=True)
-    start = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), 0)
-    before, after = full[:start], full[start + len(plain) :]
+    before, after = Tokenizer.load(folder).added_around
     warnings = ()
     if len(before) > 1 or len(after) > 1:
         warnings = ("llama.cpp adds at most one token before and after a text; this tokenizer adds more",)

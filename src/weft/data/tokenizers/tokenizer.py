@@ -128,18 +128,32 @@ class Tokenizer:
             raise UserError(f"{what}; the tokenizer is inconsistent: create it again", self.path)
         return ids, lengths
 
-    def prompt(self, text: str) -> Prompt:
+    def prompt(self, text: str, *, special: bool = True) -> Prompt:
         """Encodes a text for a model to continue.
 
         If the text ends with a single blank, the blank is removed, and the first new token must begin with a blank. In
         training, a blank is part of the token of the next word, so the model has rarely seen the token of a single
         blank.
+
+        Args:
+            special: whether the tokens that the tokenizer adds before a text, such as `<s>`, are put before the prompt,
+                unless the text begins with them.
         """
+        first = None
         if text.endswith(" ") and not text[:-1].endswith((" ", "\n")) and text[:-1]:
             first = frozenset(id for token, id in self._reference.get_vocab().items() if token.startswith(BLANKS))
-            if first:
-                return Prompt(text[:-1], self.encode(text[:-1]), first)
-        return Prompt(text, self.encode(text) or [self.eod_id], None)
+        text, ids = (text[:-1], self.encode(text[:-1])) if first else (text, self.encode(text))
+        before = self.added_around[0] if special else []
+        if ids[: len(before)] != before:
+            ids = [*before, *ids]
+        return Prompt(text, ids or [self.eod_id], first or None)
+
+    @functools.cached_property
+    def added_around(self) -> tuple[list[int], list[int]]:
+        """The ids that `encode` with `add_special_tokens` adds before and after a text (`post_processor`)."""
+        plain, full = self.encode("a"), self.encode("a", add_special_tokens=True)
+        start = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), 0)
+        return full[:start], full[start + len(plain) :]
 
     def stream_decoder(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = False) -> StreamDecoder:
         """Returns a decoder of ids that arrive one at a time, after the ids of a prompt.
