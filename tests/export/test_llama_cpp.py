@@ -128,10 +128,12 @@ def test_llama_cpp_computes_the_same_logits(tmp_path, corpus, name):
 
 
 def test_short_factors_apply_in_short_contexts(tmp_path, corpus):
-    run = train(tmp_path, corpus, MODELS["phi3"])
+    """llama.cpp rounds contexts up to multiples of 256."""
+    scaling = MODELS["phi3"]["rope_scaling"] | {"original_max_position_embeddings": 256}
+    run = train(tmp_path, corpus, MODELS["phi3"] | {"rope_scaling": scaling, "max_position_embeddings": 1024})
     weft.export_model(run, tmp_path / "model.gguf", "gguf", type="f32")
-    prompts = prompts_of(corpus, (0, 40), (300, 350))
-    found = llama(tmp_path / "model.gguf", prompts=prompts, tokens=8, context=64)
+    prompts = prompts_of(corpus, (0, 40), (300, 450))
+    found = llama(tmp_path / "model.gguf", prompts=prompts, tokens=8, context=256)
     compare(weft.load_model(run, dtype=torch.float32).eval(), found, prompts, 8, 1e-4)
 
 
@@ -243,7 +245,7 @@ def test_adapters_are_added_or_merged(tmp_path, corpus, name):
         for file, lora in (("base", None), ("base", tmp_path / "adapter.gguf"), ("merged", None))
     )
     logits = [[np.array(answer["logits"]) for answer in one["answers"]] for one in (plain, added, merged)]
-    assert np.abs(logits[1][0] - logits[0][0]).max() > 0.5
+    assert np.abs(logits[1][0] - logits[0][0]).max() > 0.2
     tolerance = TOLERANCE.get(name, 1e-4)
     model = weft.load_model(run, dtype=torch.float32).eval()
     compare(model, added, prompts, 8, tolerance)
