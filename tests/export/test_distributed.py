@@ -1,9 +1,11 @@
 """`--to megatron` and `--to dcp` with `weft import`: what stock loaders read, round trips, refusals."""
 
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -198,6 +200,52 @@ def test_mistakes_are_one_line_and_write_nothing(tmp_path, capsys):
     (tmp_path / "classic").mkdir()
     (tmp_path / "classic" / "latest_checkpointed_iteration.txt").write_text("5")
     assert "torch_dist" in fails("import", tmp_path / "classic", tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", ["dcp", "megatron"])
+def test_damaged_checkpoints_are_one_line(tmp_path, to, capsys):
+    """Bytes of each kind of file are changed or cut off: the import succeeds or ends with one line, without OUT."""
+    exported(made(tmp_path, "llama"), to, "llama")
+    path, random, refused = tmp_path / f"llama-{to}", Random(3), 0
+    files = [file for file in path.rglob("*") if file.name in (".metadata", "common.pt", "__0_0.distcp")]
+    whole = {file: file.read_bytes() for file in files}
+    archive = next(file for file in files if file.name == "__0_0.distcp")
+    name = whole[archive].rindex(b"archive/")  # of the archive's last entry, which is marked as UTF-8 here
+    central = whole[archive].rindex(b"PK\x01\x02")
+    utf8 = bytearray(whole[archive])
+    utf8[central + 9] |= 8
+    utf8[name] = 0xFF
+    cases = [(archive, bytes(utf8))]
+    for _ in range(10):
+        file = random.choice(files)
+        data = bytearray(whole[file])
+        for at in random.choices(range(len(data)), k=random.choice((1, 4, 12))):
+            data[at] = random.randrange(256)
+        cases.append((file, bytes(data[: len(data) if random.random() < 0.7 else random.randrange(len(data))])))
+    (path / "config.json").unlink(missing_ok=to == "megatron")
+    config = [] if to == "megatron" else ["--config", str(tmp_path / "llama")]
+    capsys.readouterr()
+    for file, data in cases:
+        file.write_bytes(data)
+        code = main(["import", str(path), str(tmp_path / "out"), *config])
+        error = [line for line in capsys.readouterr().err.splitlines() if line[:9] not in ("importing", "warning: ")]
+        assert (code, (tmp_path / "out").exists()) in ((0, True), (2, False)), error
+        if code == 2:
+            assert len(error) == 1
+            assert str(path) in error[0]
+            refused += 1
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        file.write_bytes(whole[file])
+    assert refused > 4
+
+
+@pytest.mark.parametrize("name", ["junk", "\0", "9" * 5000, "../llama-megatron/release", ""])
+def test_megatrons_latest_iteration_must_be_a_number(tmp_path, name, capsys):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(name)
+    assert main(["import", str(tmp_path), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "not the number of an iteration" in error
+    assert (error.count("\n"), len(error) < 400) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import struct
 import sys
 
 import gguf
@@ -30,6 +31,7 @@ from weft.config.model import ModelSection
 from weft.data.tokenizers.exactness import PATTERNS
 from weft.data.tokenizers.import_tokenizer import TEST_TEXTS
 from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.errors import UserError
 from weft.export.gguf import FAMILIES
 from weft.models.layers.rope import rotary_cos_sin
 
@@ -169,6 +171,13 @@ def test_every_architecture_has_the_names_of_the_gguf_library():
             assert (name, key, found[key]) == (name, key, expected[key])
 
 
+def test_the_model_of_the_quickstart_needs_other_keys():
+    keys = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 512, "qk_norm": True}
+    with pytest.raises(UserError, match=r"model.qk_norm is True.*--to torch and --to onnx hold the model"):
+        architecture_of(ModelSection(**keys, mlp="plain", hidden_act="relu2"))
+    assert architecture_of(ModelSection(**keys, family="qwen3")).name == "qwen3"  # what docs/export/gguf.md says
+
+
 def test_blocks_are_as_exact_as_their_bits(tmp_path, tiny_tokenizer):
     source = saved(tmp_path / "hf", theirs("llama"), tiny_tokenizer)
     weft.export_model(source, tmp_path / "exact.gguf", "gguf", type="f32")
@@ -270,7 +279,7 @@ def test_what_llama_cpp_cannot_hold_is_refused(tmp_path, hf_folder, tiny_tokeniz
 
 def test_tokenizers_are_compared_with_the_patterns_of_llama_cpp(tmp_path, hf_folder, capsys):
     content = json.loads((hf_folder / "tokenizer.json").read_text())
-    steps = content["pre_tokenizer"]["pretokenizers"]
+    steps, warned = content["pre_tokenizer"]["pretokenizers"], []
 
     def exported(name, *words, change=None, pattern=None):
         folder = tmp_path / name
@@ -281,6 +290,7 @@ def test_tokenizers_are_compared_with_the_patterns_of_llama_cpp(tmp_path, hf_fol
         (folder / "tokenizer.json").write_text(json.dumps(made))
         out = tmp_path / f"{name}.gguf"
         code, _, said = weft_command(capsys, "export", folder, out, "--to", "gguf", *words)
+        warned.append(said)
         return read(out)[0]["tokenizer.ggml.pre"] if code == 0 else said
 
     ignoring = {"model": content["model"] | {"ignore_merges": True}}
@@ -297,8 +307,29 @@ def test_tokenizers_are_compared_with_the_patterns_of_llama_cpp(tmp_path, hf_fol
     assert "use --pre NAME" in said
     lower = {"normalizer": {"type": "Lowercase"}}
     assert "its normalizer Lowercase does not exist in llama.cpp" in exported("lower", change=lower)
+    assert exported("nonsense", "--pre", "nonsense", pattern=r"\w+|\W") == "nonsense"
+    assert "--pre nonsense: not a name that Weft knows" in warned[-1]
+    assert "not a name" not in "".join(warned[:-1])
     prefix = {"pre_tokenizer": steps[1] | {"add_prefix_space": True}}
     assert "its ByteLevel with add_prefix_space does not exist" in exported("prefix", change=prefix)
+
+
+def changed_array(whole, **change):
+    """Returns a file whose array of the types of tokens has another type of items or another length."""
+    at = whole.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type") + 4
+    kind, length = struct.unpack_from("<IQ", whole, at)
+    found = {"kind": kind, "length": length} | change
+    return whole[:at] + struct.pack("<IQ", found["kind"], found["length"]) + whole[at + 12 :]
+
+
+def with_text(folder, key):
+    writer = gguf.GGUFWriter(folder / "text.gguf", "llama")
+    writer.add_string(key, "many")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return (folder / "text.gguf").read_bytes()
 
 
 def test_damaged_files_are_refused(tmp_path, hf_folder, capsys):
@@ -314,6 +345,12 @@ def test_damaged_files_are_refused(tmp_path, hf_folder, capsys):
         ),
         ("name", whole.replace(b"blk.0.ffn_up.weight", b"blk.0.ffn_xy.weight"), "blk.0.ffn_up.weight is missing"),
         ("pre", whole.replace(b"smaug-bpe", b"snaug-bpe"), "tokenizer.ggml.pre is 'snaug-bpe', which is not supported"),
+        ("long", changed_array(whole, length=2**40), "an array has 1,099,511,627,776 items"),
+        ("past", changed_array(whole, length=len(whole) // 2), "it ends too early"),
+        ("bytes", changed_array(whole, kind=gguf.GGUFValueType.UINT8, length=2**21), "an array has 2,097,152 items"),
+        ("texts", changed_array(whole, kind=gguf.GGUFValueType.FLOAT32), "tokenizer.ggml.token_type does not fit"),
+        ("split", with_text(tmp_path, "split.count"), "a part of a split file"),
+        ("model", with_text(tmp_path, "general.type"), "this file has a GGUF many, not a model"),
     ):
         (tmp_path / f"{name}.gguf").write_bytes(content)
         code, _, error = weft_command(capsys, "import", tmp_path / f"{name}.gguf", tmp_path / "out")

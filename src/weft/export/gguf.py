@@ -19,6 +19,7 @@ from weft.checkpoint.gguf.library import gguf_library
 from weft.checkpoint.gguf.metadata import architecture_of, write_metadata
 from weft.checkpoint.gguf.special import SpecialTokens, read_special_tokens
 from weft.checkpoint.gguf.tensors import OUTPUT, layout, tensor_names
+from weft.checkpoint.gguf.tokenizer_json import PATTERN_NAMES
 from weft.checkpoint.gguf.vocabulary import vocabulary
 from weft.checkpoint.load import architecture, tokenizer_folder
 from weft.checkpoint.model_parts import without_prediction_layers
@@ -159,6 +160,8 @@ def _write_model(
         warnings.append("the model has no tokenizer, so llama.cpp can only read token ids")
     else:
         made = vocabulary(model.tokenizer, rows, pre)
+        if pre is not None and pre not in PATTERN_NAMES:
+            warnings.append(f"--pre {pre}: not a name that Weft knows; llama.cpp refuses a file with an unknown name")
         tokens = read_special_tokens(model.tokenizer, rows)
         metadata |= {f"tokenizer.ggml.{key}": value for key, value in made.metadata.items()}
         metadata |= {f"tokenizer.{key}": value for key, value in tokens.metadata.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from weft.checkpoint.tensor_file import DTYPES
 from weft.errors import UserError
 
 METADATA = ".metadata"
+# What zipfile raises for damaged archives.
+_DAMAGED = (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, struct.error)
 _TENSOR, _PARAMETER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
 
 
@@ -173,14 +176,14 @@ def open_archive(data: bytes, file: Path) -> tuple[Any, Callable[[str], bytes]]:
         content = parse_pickle(opened.read(entries["data.pkl"]), file)
         if "byteorder" in entries and opened.read(entries["byteorder"]) != b"little":
             raise UserError("big-endian tensors are not supported; save it on a little-endian machine", file)
-    except (zipfile.BadZipFile, KeyError, EOFError, OSError) as error:
+    except (*_DAMAGED, KeyError) as error:
         what = f"not a file that torch.save wrote, or damaged ({error})"
         raise UserError(f"{what}; copy it again, or save it with PyTorch 1.6 or newer", file) from None
 
     def read(name: str) -> bytes:
         try:
             return opened.read(entries[name])
-        except (zipfile.BadZipFile, EOFError) as error:
+        except _DAMAGED as error:
             raise UserError(f"the file is damaged ({error}); copy it again", file) from None
 
     return content, read

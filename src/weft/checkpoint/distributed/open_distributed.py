@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from weft.files import read_json
 from weft.formatting import counted, first_few
 
 _LATEST, _COMMON = "latest_checkpointed_iteration.txt", "common.pt"
+_RELEASE = "release"  # the folder of a converted checkpoint
 _MEGATRON = ("embedding.", "decoder.", "output_layer.")
 
 
@@ -36,9 +38,13 @@ def distributed_checkpoint(path: Path) -> Path | None:
         return path
     if not (path / _LATEST).is_file():
         return None
-    name = (path / _LATEST).read_text(errors="replace").strip()
-    found = path / (f"iter_{int(name):07d}" if name.isdecimal() else name)
-    if found.parent != path or not is_dcp(found):
+    with (path / _LATEST).open("rb") as file:
+        name = file.read(64).strip().decode("ascii", "replace")
+    if name != _RELEASE and not re.fullmatch(r"[0-9]{1,12}", name):
+        what = f"has {name[:20]!r}, not the number of an iteration or {_RELEASE!r}; write the number of a folder iter_*"
+        raise UserError(what, path / _LATEST)
+    found = path / (name if name == _RELEASE else f"iter_{int(name):07d}")
+    if not is_dcp(found):
         what = f"{_LATEST} names {name!r}, of which there is no distributed checkpoint (.metadata)"
         remedy = "save with --ckpt-format torch_dist; checkpoints of the format torch are pickles, which are not read"
         raise UserError(f"{what}; {remedy}", path)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
 
 from weft.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
-from weft.checkpoint.gguf.rope import read_rope_scaling, rope_metadata
+from weft.checkpoint.gguf.rope import SCALING_NUMBERS, read_rope_scaling, rope_metadata
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.models.huggingface_weights import to_config_json
@@ -17,6 +18,9 @@ NO_CAP = 1e6  # a soft cap that changes no logit; Gemma 2 always has caps in lla
 _PATTERN = {"gemma2": 2, "gemma3": 6}  # llama.cpp's intervals of layers without sliding window
 _CAPS = {"attn_logit_softcapping": 50.0, "logit_softcap": 30.0}  # llama.cpp's default for Gemma 2
 _WINDOW_PATTERN, _VALUE_LENGTH = "attention.sliding_window_pattern", "attention.value_length"
+_REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_NUMBERS = ("rope.dimension_count", "attention.key_length", *SCALING_NUMBERS)
+_LARGEST = 2**28  # of whole numbers; sizes of matrices do not overflow
 _FLOATS = ("_eps", "_theta", "_freq", "_multiplier", "_scaling", "_softcapping", "_softcap", "_max", "clip_qkv")
 
 
@@ -27,7 +31,10 @@ def architecture_of(section: ModelSection) -> Architecture:
         UserError: llama.cpp does not run models of this family in Weft's form, or does not support a key of the
             section.
     """
-    to_config_json(section)  # refuses keys that the family does not have
+    try:
+        to_config_json(section)  # refuses keys that the family does not have
+    except UserError as error:
+        raise UserError(f"{error.what}; --to torch and --to onnx hold the model as it is", error.where) from None
     if section.num_labels:
         raise UserError("model.num_labels: a reward model has no output head for llama.cpp; use --to hf")
     if section.family not in ARCHITECTURES:
@@ -123,7 +130,7 @@ def read_section(
     Raises:
         UserError: the architecture is not supported, or a key is missing.
     """
-    name = metadata.get("general.architecture")
+    name = str(metadata.get("general.architecture"))
     if name == "llama":
         family = "mixtral" if metadata.get("llama.expert_count") else "llama"
     else:
@@ -133,6 +140,10 @@ def read_section(
         family = known[name]
     kind = ARCHITECTURES[family]
     given = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
+    for key in {*kind.keys.values(), *_NUMBERS} & given.keys():
+        value = given[key]
+        if not isinstance(value, int | float) or not abs(value) < (_LARGEST if isinstance(value, int) else math.inf):
+            raise UserError(f"the metadata key {name}.{key} is {str(value)[:40]}; download the file again")
     keys: dict[str, Any] = {"family": family, "vocab_size": vocab_size}
     for key, value in {**kind.always, **{key: given[one] for key, one in kind.keys.items() if one in given}}.items():
         first, _, rest = key.partition(".")
@@ -140,7 +151,7 @@ def read_section(
             keys.setdefault(first, {})[rest] = value
         else:
             keys[key] = value
-    missing = [kind.keys[key] for key in ("hidden_size", "num_hidden_layers") if key not in keys]
+    missing = [kind.keys[key] for key in _REQUIRED if key not in keys]
     if missing:
         raise UserError(f"the metadata key {name}.{missing[0]} is missing; convert the model again")
     keys.setdefault("tie_word_embeddings", "output.weight" not in tensors)

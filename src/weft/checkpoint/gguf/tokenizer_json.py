@@ -14,7 +14,7 @@ from weft.data.tokenizers.import_tokenizer import added_token, bpe_model, replac
 from weft.errors import UserError
 
 # Further names of patterns in llama.cpp -> the steps that split text (`PRE`), and whether merges are ignored.
-_NAMES = {
+PATTERN_NAMES = {
     **{name: (steps, ignore) for steps, names in PRE.items() for ignore, name in enumerate(names) if name},
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), ((PATTERNS["llama3"],), 1)),
     "dbrx": ((PATTERNS["llama3"],), 0),
@@ -23,6 +23,8 @@ _NAMES = {
     **dict.fromkeys(("refact", "command-r", "smollm", "codeshell", "exaone"), (("digits", PATTERNS["gpt2"]), 0)),
     **dict.fromkeys(("gpt-4o", "llama4"), ((PATTERNS["o200k"],), 0)),
 }  # fmt: skip
+# Keys of the vocabulary -> the type of the items of their lists.
+_LISTS = {"tokens": str, "merges": str, "token_type": int, "scores": int | float, "precompiled_charsmap": int}
 # Tokens that end documents, if the end-of-sequence token of the file ends an answer.
 _DOCUMENT_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
@@ -40,9 +42,14 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
     ggml = {
         key.removeprefix("tokenizer.ggml."): one for key, one in metadata.items() if key.startswith("tokenizer.ggml.")
     }
-    tokens, kind = ggml.get("tokens"), ggml["model"]
+    tokens, kind = ggml.get("tokens"), str(ggml["model"])
     if not isinstance(tokens, list):
         raise UserError("the metadata key tokenizer.ggml.tokens is missing; convert the model again")
+    for key, item in _LISTS.items():
+        given = ggml.get(key) or []
+        wrong = not isinstance(given, list) or not all(isinstance(one, item) for one in given)
+        if wrong or (given and key in ("token_type", "scores") and len(given) != len(tokens)):
+            raise UserError(f"the metadata key tokenizer.ggml.{key} does not fit the tokens; download the file again")
     types = ggml.get("token_type") or [1] * len(tokens)
     builders = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram}
     if kind not in builders:
@@ -85,10 +92,10 @@ def _prefixed(token: str, tokens: list[str]) -> dict[str, Any]:
 
 
 def _byte_level(ggml: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
-    pre = ggml.get("pre", "default")
-    if pre not in _NAMES:
-        raise UserError(f"tokenizer.ggml.pre is {pre!r}, which is not supported; use one of {', '.join(_NAMES)}")
-    steps, ignore = _NAMES[pre]
+    pre = str(ggml.get("pre", "default"))
+    if pre not in PATTERN_NAMES:
+        raise UserError(f"tokenizer.ggml.pre is {pre!r}, which is not supported; use one of {', '.join(PATTERN_NAMES)}")
+    steps, ignore = PATTERN_NAMES[pre]
     model = bpe_model(
         {token: id for id, token in enumerate(tokens) if types[id] != UNUSED}, {}, ignore_merges=bool(ignore)
     )

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
-from weft.checkpoint.gguf.library import gguf_library
+from weft.checkpoint.gguf.library import gguf_library, open_gguf
 from weft.checkpoint.gguf.metadata import read_section
 from weft.checkpoint.gguf.rope import FREQS, LONG, SHORT
 from weft.checkpoint.gguf.tensors import OUTPUT, layout, tensor_names
@@ -66,15 +66,14 @@ def import_gguf(
 
 def _read(source: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the metadata and the tensors of a GGUF file."""
-    gguf = gguf_library()
+    reader = open_gguf(source)
     try:
-        reader = gguf.GGUFReader(source)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        raise UserError(f"not a GGUF file, or damaged ({error}); download the file again", source) from None
+    except (ValueError, IndexError) as error:
+        raise UserError(f"damaged ({error}); download the file again", source) from None
     if metadata.get("general.type", "model") != "model":
         raise UserError(f"this file has a GGUF {metadata['general.type']}, not a model", source)
-    if metadata.get("split.count", 0) > 1:
+    if metadata.get("split.count", 0) not in (0, 1):
         raise UserError("a part of a split file; merge the parts with llama.cpp's llama-gguf-split --merge", source)
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
@@ -125,8 +124,8 @@ def _section(
     vocabulary = _shape(stored["token_embd.weight"])[0]
     blocks = len({name.split(".")[1] for name in stored if name.startswith("blk.")})
     for key, value in metadata.items():
-        wrong = value != blocks if key.endswith(".block_count") else key.endswith("_token_id") and value >= vocabulary
-        if wrong:
+        known = range(blocks, blocks + 1) if key.endswith(".block_count") else range(vocabulary)
+        if key.endswith((".block_count", "_token_id")) and (isinstance(value, list) or value not in known):
             has = f"{counted(blocks, 'block')} and {vocabulary:,} tokens"
             raise UserError(f"the metadata key {key} is {value}, but the file has {has}; download the file again")
     try:
