@@ -165,8 +165,8 @@ def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome],
         if config is None:
             return report_exception(error, {})
         return report_exception(error, config.as_dict(), config.run_directory if verb == "train" else None)
-    if outcome.status == "non-finite":
-        send_to_launcher("the loss is not finite", NON_FINITE)
+    if outcome.status in ("non-finite", "spike"):
+        send_to_launcher("the watch stopped the run", NON_FINITE)
     if outcome.status == "stopped":
         return 128 + (outcome.signal or 15)
     return 1 if outcome.status in ("non-finite", "spike") else 0
