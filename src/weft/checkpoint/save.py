@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -18,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.adapter_record import record_of, saved_tensors
 from weft.checkpoint.storage import SafetensorsWriter
+from weft.checkpoint.tensor_file import Entry
 from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors, optimizer_state, reduce_partial
 from weft.errors import UserError
 from weft.files import partial_path, publish, remove
@@ -54,17 +60,91 @@ def save(
         UserError: a rank could not write, for example because the disk is full. All ranks raise the error, and the
             older checkpoints remain complete.
     """
-    folder = Path(run_directory) / files.FOLDER
-    target = folder / files.checkpoint_name(step)
-    partial = partial_path(target)
+    content = Content(step, model, optimizer, state, architecture, others or {})
+    return stage(run_directory, content, keep).write()
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint contains; see `save`."""
+
+    step: int
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    state: dict[str, Any]
+    architecture: dict[str, Any]
+    others: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StagedSave:
+    """A checkpoint whose tensors are assigned to files of the ranks, before the first file is written.
+
+    Attributes:
+        target: path of the checkpoint.
+        contents: name of each JSON file -> value.
+        writer: the files of tensors of this rank.
+    """
+
+    target: Path
+    keep: files.Keep
+    contents: dict[str, Any]
+    writer: SafetensorsWriter
+    task: str
+
+    def write(self, group: dist.ProcessGroup | None = None, workers: int | None = None, reports: bool = True) -> Path:
+        """Writes all files, renames the checkpoint and deletes old checkpoints. Every rank must call it.
+
+        Args:
+            group: a process group of all ranks, for a call from a thread beside the training. Default: the default
+                process group.
+            workers: number of threads that write. Default: `checkpoint_files.threads`.
+            reports: whether to report progress to the launcher. Beside the training this would hide that it hangs.
+
+        Raises:
+            UserError: as `save`.
+        """
+        partial, folder = partial_path(self.target), self.target.parent
+
+        def report(count: int = 0) -> None:
+            if reports:
+                doing(self.task, "save", LONG)
+
+        def first(action: Callable[[], None]) -> None:
+            report()
+            ranks.agree(action, only_first=True, group=group)
+
+        try:
+            first(lambda: _begin(folder, partial, self.keep, self.writer.bytes))
+            workers = workers or files.threads()
+            mine = ranks.agree(lambda: self.writer.write(partial, workers, report), group=group)
+            digests = {name: one for rank in ranks.all_gather_object(mine, group) for name, one in rank.items()}
+            first(lambda: _finish(partial, self.target, {files.INDEX: self.writer.index, **self.contents}, digests))
+        except Exception as error:  # all ranks get here
+            ranks.agree(lambda: remove(partial), only_first=True, group=group)
+            raise _explain(error, self.target, group) from error
+        first(lambda: files.prune(folder, self.keep, self.target))
+        return self.target
+
+
+def stage(
+    run_directory: str | Path, content: Content, keep: files.Keep, hold: Callable[[Entry], Entry] | None = None
+) -> StagedSave:
+    """Decides which rank writes what. Every rank must call it. The files are written by `StagedSave.write`.
+
+    Args:
+        hold: function that copies the tensor of an entry. Default: tensors are read when they are written, so they must
+            not change before.
+    """
+    step, model = content.step, content.model
+    target = Path(run_directory) / files.FOLDER / files.checkpoint_name(step)
     task = f"saving step {step:,}"
     doing(task, "save", LONG)
     try:
-        ranks.agree(lambda: _begin(folder, partial, keep), only_first=True)
         record = record_of(model)
-        tensors, aliases, description = _collect(model, optimizer, saved_tensors(model))
-        tensors |= others or {}
-        writer = SafetensorsWriter(partial, aliases, task)
+        tensors, aliases, description = _collect(model, content.optimizer, saved_tensors(model))
+        tensors |= content.others
+        writer = SafetensorsWriter(aliases, hold)
         with planning():
             state_dict_saver.save(
                 tensors,
@@ -72,26 +152,26 @@ def save(
                 planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 no_dist=not ranks.distributed(),
             )
-        contents = {files.MODEL: architecture, files.OPTIMIZER: description, files.STATE: {**state, "step": step}}
-        contents |= {} if record is None else {files.ADAPTER: record.content(target)}
-        doing(task, "save", LONG)
-        ranks.agree(lambda: _finish(partial, target, contents, writer.digests), only_first=True)
+        state = {**content.state, "step": step}
+        values = {files.MODEL: content.architecture, files.OPTIMIZER: description, files.STATE: state}
+        values |= {} if record is None else {files.ADAPTER: record.content(target)}
+        contents = values if hold is None else copy.deepcopy(values)  # callbacks may change their state
     except (
         Exception,
         CheckpointException,
     ) as error:  # CheckpointException is not an Exception; all ranks get here
-        ranks.agree(lambda: remove(partial), only_first=True)
         raise _explain(error, target) from error
-    doing(task, "save", LONG)
-    ranks.agree(lambda: files.prune(folder, keep, target), only_first=True)
-    return target
+    return StagedSave(target, keep, contents, writer, task)
 
 
-def _begin(folder: Path, partial: Path, keep: files.Keep) -> None:
+def _begin(folder: Path, partial: Path, keep: files.Keep, needed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(folder)
     files.prune(folder, keep)  # the user may have lowered `keep.last` because the disk was full
     partial.mkdir()
+    free = shutil.disk_usage(partial).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({needed:,} bytes needed, {free:,} free)")
 
 
 def _collect(
@@ -166,7 +246,7 @@ def first_failure(error: BaseException) -> BaseException:
     return next((failure for failure in failures if isinstance(failure, OSError)), failures[0])
 
 
-def _explain(error: BaseException, target: Path) -> BaseException:
+def _explain(error: BaseException, target: Path, group: dist.ProcessGroup | None = None) -> BaseException:
     failure = first_failure(error)
     if isinstance(failure, UserError):
         failure.quiet = ranks.rank() != 0
@@ -180,6 +260,6 @@ def _explain(error: BaseException, target: Path) -> BaseException:
         outcome = "training resumes from there" if last else "training begins at step 0"
         return f"{failure.strerror or failure}; {state}; {remedy} and run the same command again: {outcome}"
 
-    explained = UserError(ranks.agree(text, only_first=True), target)
+    explained = UserError(ranks.agree(text, only_first=True, group=group), target)
     explained.quiet = ranks.rank() != 0
     return explained

@@ -9,11 +9,9 @@ and headers as with `hf_storage`, so PyTorch's `HuggingFaceStorageReader` can re
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,9 +39,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from weft.checkpoint.checkpoint_files import INDEX, Digest, threads, write_json
+from weft.checkpoint.checkpoint_files import Digest, threads
 from weft.checkpoint.tensor_file import Entry, dtype_name, split_by_size, write_safetensors
-from weft.observe.status import LONG, doing
 
 FILE_BYTES = 256 * 2**20  # maximum size of a file; several threads write and hash the files of a rank
 
@@ -70,10 +67,14 @@ def shard_names(rank: int, count: int) -> list[str]:
 
 def write_shard(path: Path, entries: Sequence[Entry], on_bytes: Callable[[int], None]) -> tuple[Digest, list[Chunk]]:
     """Writes one file of tensors, with a header as in DCP's `hf_storage`. Returns the file's digest and chunks."""
-    chunks = [Chunk(e.name, path.name, e.offsets or (0,) * len(e.shape), e.shape) for e in entries]
+    chunks = [_chunk(path.name, entry) for entry in entries]
     offsets = {chunk.tensor: {"saved_offsets": chunk.offsets} for chunk in chunks}
     header = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     return write_safetensors(path, entries, header, on_bytes), chunks
+
+
+def _chunk(file: str, entry: Entry) -> Chunk:
+    return Chunk(entry.name, file, entry.offsets or (0,) * len(entry.shape), entry.shape)
 
 
 def build_index(
@@ -97,22 +98,28 @@ def build_index(
 
 
 class SafetensorsWriter(StorageWriter):
-    """A DCP writer: writes each rank's tensors into an existing directory. Rank 0 also writes the index.
+    """A DCP writer that assigns each rank's tensors to files. `write` then writes the files of this rank.
+
+    So DCP's collectives can be done before the training goes on, and the files can be written beside the training.
 
     Args:
         tied: further name of a tied weight -> the name under which the tensor is saved.
-        task: description of the save, which a rank reports to its launcher while it writes.
+        hold: function that replaces each entry to write, for example by a copy of its tensor.
 
     Attributes:
-        digests: file name -> digest of every written file; set on rank 0 after the save.
+        shards: name of each file of this rank -> its tensors.
+        index: on rank 0, the content of index.json.
+        bytes: on rank 0, the bytes of the tensors of all ranks.
     """
 
-    def __init__(self, directory: Path, tied: dict[str, str], task: str):
-        self.directory, self.tied, self.task = directory, tied, task
-        self.digests: dict[str, Digest] = {}
+    def __init__(self, tied: dict[str, str], hold: Callable[[Entry], Entry] | None = None):
+        self.tied, self.hold = tied, hold or (lambda entry: entry)
+        self.shards: dict[str, list[Entry]] = {}
+        self.index: dict[str, Any] = {}
+        self.bytes = 0
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        self.digests = {}
+        pass
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
@@ -125,40 +132,42 @@ class SafetensorsWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Sets `storage_data` of each plan to the plan's rank. Raises OSError if the disk has too little space."""
-        needed = sum(_size(item) for plan in plans for item in plan.items)
-        free = shutil.disk_usage(self.directory).free
-        if free < needed:
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({needed:,} bytes needed, {free:,} free)")
+        """Sets `storage_data` of each plan to the plan's rank."""
+        self.bytes = sum(_size(item) for plan in plans for item in plan.items)
         return [dataclasses.replace(plan, storage_data=number) for number, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         items = {(item.index.fqn, tuple(_data(item).chunk.offsets)): item for item in plan.items if _size(item)}
-        groups = split_by_size([_entry(item, planner) for item in items.values()], FILE_BYTES)
-
-        def write(name: str, entries: list[Entry]) -> list[WriteResult]:
-            digest, chunks = write_shard(self.directory / name, entries, lambda count: doing(self.task, "save", LONG))
-            found = [(items[chunk.tensor, chunk.offsets], chunk) for chunk in chunks]
-            return [WriteResult(item.index, _size(item), (digest, chunk)) for item, chunk in found]
-
-        with ThreadPoolExecutor(threads()) as pool:
-            written = pool.map(write, shard_names(plan.storage_data, len(groups)), groups)
-            results = [result for file in written for result in file]
+        groups = split_by_size([self.hold(_entry(item, planner)) for item in items.values()], FILE_BYTES)
+        self.shards = dict(zip(shard_names(plan.storage_data, len(groups)), groups, strict=True))
+        found = [_chunk(name, entry) for name, entries in self.shards.items() for entry in entries]
+        chosen = [(items[chunk.tensor, chunk.offsets], chunk) for chunk in found]
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result([WriteResult(item.index, _size(item), chunk) for item, chunk in chosen])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rank 0 writes the index of all tensors and their chunks."""
-        written = [result.storage_data for rank in results for result in rank]
-        self.digests = {chunk.file: digest for digest, chunk in written}
+        """Rank 0 builds the index of all tensors and their chunks."""
         tensors = {
             name: (entry.properties.dtype, entry.size)
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        content = build_index([chunk for _, chunk in written], tensors, self.tied)
-        self.digests[INDEX] = write_json(self.directory / INDEX, content)
+        self.index = build_index([result.storage_data for rank in results for result in rank], tensors, self.tied)
+
+    def write(self, directory: Path, workers: int, on_bytes: Callable[[int], None]) -> dict[str, Digest]:
+        """Writes the files of this rank into an existing directory, and returns their digests by name.
+
+        Args:
+            workers: number of threads.
+            on_bytes: function that receives the number of bytes written since its last call.
+        """
+
+        def write(name: str) -> Digest:
+            return write_shard(directory / name, self.shards[name], on_bytes)[0]
+
+        with ThreadPoolExecutor(workers) as pool:
+            return dict(zip(self.shards, pool.map(write, self.shards), strict=True))
 
 
 def _data(item: WriteItem) -> TensorWriteData:

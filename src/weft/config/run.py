@@ -78,8 +78,31 @@ class ScheduleSection(Component):
     """Name of a built-in schedule, or a custom class `module:Class`."""
 
 
+class LocalSection(Section):
+    """Quick checkpoints in the memory or on a disk of the host, between those in the run directory.
+
+    They survive the death of a process, but not that of the host. All ranks must be on one host. A run that resumes
+    takes the newest complete checkpoint of both places. The last two are kept until the run ends or stops.
+    """
+
+    seconds: float | None = Field(None, gt=0)
+    """Seconds between local checkpoints. Default: 120."""
+    steps: int | None = Field(None, ge=1)
+    """Number of steps between local checkpoints, in place of `seconds`."""
+    directory: str | None = None
+    """The folder for local checkpoints of all runs. Default: `/dev/shm` (the host's memory), or the temporary folder.
+    """
+
+
 class CheckpointSection(Section):
     """When to save checkpoints, and which ones to keep. The last step is always saved."""
+
+    mode: Literal["sync", "async"] = "sync"
+    """`async`: copy weights and optimizer state to the host's memory, which needs as many bytes on each rank as the
+    rank saves, and write the checkpoint while the training goes on. `sync`: the training waits.
+    """
+    local: LocalSection | None = None
+    """Quick local checkpoints. Default: none."""
 
     every: int | None = Field(None, ge=1)
     """Number of steps between checkpoints. Default: a tenth of the run's steps."""

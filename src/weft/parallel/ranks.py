@@ -28,12 +28,16 @@ def world_size() -> int:
     return dist.get_world_size() if distributed() else 1
 
 
-def all_gather_object(value: T) -> list[T]:
-    """Returns the values of all ranks, in the order of ranks, on every rank."""
+def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Returns the values of all ranks, in the order of ranks, on every rank.
+
+    Args:
+        group: a process group of all ranks. A thread beside the training needs a group of its own.
+    """
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
@@ -46,12 +50,13 @@ def broadcast_object(value: T) -> T:
     return values[0]
 
 
-def agree(action: Callable[[], T], only_first: bool = False) -> T:
+def agree(action: Callable[[], T], only_first: bool = False, group: dist.ProcessGroup | None = None) -> T:
     """Runs `action` on all ranks and returns its result. If `action` raises on any rank, all ranks raise.
 
     Args:
         action: a function without collectives: if it raised on one rank, other ranks would wait in a collective.
         only_first: whether to run `action` only on rank 0, and return rank 0's result on all ranks.
+        group: a process group of all ranks (see `all_gather_object`).
 
     Raises:
         Exception: if `action` raises on any rank: the exception of the lowest such rank. If this exception is a
@@ -65,7 +70,7 @@ def agree(action: Callable[[], T], only_first: bool = False) -> T:
             result = action()
         except Exception as error:
             failure = error
-    answers = all_gather_object((_picklable(failure), result if only_first else None))
+    answers = all_gather_object((_picklable(failure), result if only_first else None), group)
     for number, (other, _) in enumerate(answers):
         if isinstance(other, UserError):
             raise error_on_all_ranks(str(other) if number == 0 else f"rank {number}: {other}")

@@ -15,6 +15,7 @@ from weft.checkpoint.adapter_start import open_start
 from weft.checkpoint.base_model import base_path, load_base
 from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
 from weft.checkpoint.load import checkpoints, load, resolve
+from weft.checkpoint.local import newest_local
 from weft.checkpoint.model_parts import new_parts
 from weft.config.components import make_component
 from weft.config.rules import MOST_STEPS
@@ -190,8 +191,11 @@ def restore(
     """
     config, path, world = job.config, job.run.path, job.world
     adapter, select = config.adapter, None if config.adapter is None else saved_with_adapter(config.model)
-    if world.agree(lambda: bool(checkpoints(path)), only_first=True):
-        checkpoint = world.agree(lambda: resolve(path))
+    local = world.agree(lambda: newest_local(path), only_first=True)
+    if local is not None:
+        job.console.line(f"resuming from the local checkpoint {local}")
+    if local is not None or world.agree(lambda: bool(checkpoints(path)), only_first=True):
+        checkpoint = local or world.agree(lambda: resolve(path))
         if adapter is not None:
             restore_base(job, model, world.agree(lambda: saved_record(checkpoint, adapter)))
 

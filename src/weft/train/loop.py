@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.checkpoint_files import Keep
 from weft.checkpoint.load import checkpoints
-from weft.checkpoint.save import save
 from weft.data.batches.batch import Batch
 from weft.errors import UserError
 from weft.observe.status import LONG, doing
@@ -34,6 +32,7 @@ from weft.train.job import Job
 from weft.train.recorder import Recorder
 from weft.train.rollouts.source import RolloutSource
 from weft.train.sample_writer import Sampler
+from weft.train.saving import Saver
 from weft.train.state import State
 from weft.train.stop import Outcome, StopRequest
 from weft.train.sums import BatchSums, sample_seed
@@ -67,6 +66,7 @@ class Loop:
     compress: PowerSGD | None = None
     frozen: FrozenModels = field(default_factory=FrozenModels)
     saved: dict[str, Any] = field(default_factory=dict)
+    new_saver = Saver  # `weft profile` replaces it
 
     def __post_init__(self) -> None:
         self.config, self.world, self.length = self.job.config, self.job.world, self.data.length
@@ -78,6 +78,7 @@ class Loop:
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.measured: dict[str, float] = {}
         self.saved_at = self.validated_at = 0
+        self.saver = self.new_saver(self)
         self.tokens = int(self.saved.get("tokens", 0))  # of all sessions
         self.guard = Guard(self.config.watch, self.saved)
         raise_unless_possible(self.guard, self.data.source)
@@ -91,7 +92,7 @@ class Loop:
         """
         steps = self.length.steps
         assert steps is not None
-        with self.recorder.progress(step):
+        with self.recorder.progress(step), self.saver:
             state = self.begin(step, stop or StopRequest())
             if self.guard.may_roll_back and not self.world.agree(lambda: checkpoints(state.path), only_first=True):
                 self.save(step)  # so that a rollback is possible from the first step
@@ -131,6 +132,7 @@ class Loop:
             weights_replaced=self.passes.after_replacement,
         )
         self.passes.after_update()
+        self.saver.begin(step)
         self.callbacks.call("begin", self.state)
         self.repeat_validation(step, missed=not self.saved.get("validated", True))
         return self.state
@@ -171,13 +173,14 @@ class Loop:
             The sums, and the decision of all ranks (see `StopRequest.decide`). Both need only one all-reduce.
         """
         stop, size = self.state.stop, batch.tokens.shape[1]
-        weight, learned, learned_tokens, tokens, *votes = self.world.sum(
+        weight, learned, learned_tokens, tokens, ended, local_due, *votes = self.world.sum(
             self.objective.weight(batch),
             batch.weight.sum(dtype=torch.float64),
             (batch.weight > 0).sum(),
             (batch.samples >= 0).sum() * size,
-            votes=stop.votes,
+            votes=[*self.saver.votes, *stop.votes],
         )
+        self.saver.decide([ended, local_due])
         return BatchSums(weight, learned, int(learned_tokens), int(tokens)), stop.decide(votes)
 
     def stopped(self, decision: int | None) -> Outcome:
@@ -242,8 +245,7 @@ class Loop:
     def after_update(self, step: int) -> None:
         """Calls the callbacks' `step`. Then saves, validates, generates samples and writes metrics, each if due."""
         self.callbacks.call("step", self.state)
-        if self.due(step, self.length.checkpoint_every):
-            self.save(step)
+        self.saver.after_update(step)
         if self.data.validates and self.due(step, self.length.validation_every):
             self.validate(step)
         if self.sampler is not None and self.due(step, self.length.samples_every):
@@ -255,7 +257,8 @@ class Loop:
         """Ends the session and returns its outcome. Saves a checkpoint if the last step has none."""
         step = self.state.step
         if self.saved_at != step:
-            self.save(step)
+            self.saver.save(step)
+        self.saver.end()
         doing("ending the run", "end", LONG)  # callbacks, trackers, the report
         self.state.status = status
         self.callbacks.call("ended", self.state)
@@ -322,29 +325,6 @@ class Loop:
         self.callbacks.call("validated", self.state)
 
     def save(self, step: int) -> None:
-        """Saves a checkpoint: weights, optimizer state, loss scale, callbacks' state, and the step."""
-        settings, compress = self.config.checkpoint, self.compress
-        values, tensors = self.callbacks.state_dict()
-        pending = self.data.validates and self.due(step, self.length.validation_every) and self.validated_at != step
-        state: dict[str, Any] = {
-            "step": step,
-            "tokens": self.tokens,
-            "seed": self.config.run.seed,
-            **self.scale.state(),
-            **self.guard.state(),
-            **({"frozen_models": self.frozen.records} if self.frozen.records else {}),
-            **({"callbacks": values, "validated": not pending} if self.callbacks.found else {}),
-        }
-        with self.recorder.saving(step):
-            save(
-                self.job.run.path,
-                step,
-                model=self.model,
-                optimizer=self.optimizer,
-                state=state,
-                others={**(compress.state() if compress is not None else {}), **tensors, **self.frozen.tensors()},
-                architecture=self.config.model.model_dump(mode="json", by_alias=True),
-                keep=Keep(settings.keep_last, settings.keep_every),
-            )
-        self.saved_at = step
-        self.callbacks.call("saved", self.state)
+        """Saves a checkpoint of the last step, and waits until it is complete."""
+        self.saver.save(step)
+        self.saver.finish()

@@ -30,23 +30,32 @@ from weft.parallel.world import World
 from weft.train.capture import ProfilingRecorder, Request
 from weft.train.loop import Loop
 from weft.train.run_directory import RunDirectory
+from weft.train.saving import Saver
 from weft.train.stop import Outcome, StopRequest
 from weft.train.trainer import Trainer
 
 KEPT_OPERATORS = 50  # number of operators that profile.json lists for each rank
 
 
+class NoSaver(Saver):
+    """Saves nothing: a profile has no checkpoint, even after a signal or a non-finite loss."""
+
+    def begin(self, step: int) -> None:
+        """Makes no folder."""
+
+    def save(self, step: int, local: Path | None = None) -> None:
+        """Does nothing."""
+
+
 class ProfiledLoop(Loop):
     """A training loop that runs only the requested steps, without checkpoints, and writes the profile."""
 
     recorder: ProfilingRecorder
+    new_saver = NoSaver
 
     def due(self, step: int, every: int) -> bool:
         """Returns False: profiled steps have no checkpoint, validation or samples."""
         return False
-
-    def save(self, step: int) -> None:
-        """Does nothing: a profile has no checkpoint, even after a signal or a non-finite loss."""
 
     def run(self, step: int, stop: StopRequest | None = None) -> Outcome:
         """Runs the warm-up steps and the recorded steps, and writes the folder of the profile.

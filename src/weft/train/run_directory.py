@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.checkpoint.checkpoint_files import FOLDER, find_damage, last_complete
 from weft.checkpoint.load import checkpoints
+from weft.checkpoint.local import newest_local
 from weft.config.dump import dump_yaml, read_saved
 from weft.config.run import RunConfig
 from weft.data.conversations.template import find_template, has_template
@@ -123,7 +124,7 @@ class RunDirectory:
         self.path, self.lock = path, lock
         config_file = path / "config.yaml"
         self.saved: dict[str, Any] | None = None
-        if config_file.exists() and checkpoints(path):  # a run without a checkpoint starts over
+        if config_file.exists() and (checkpoints(path) or newest_local(path)):  # a run without a checkpoint starts over
             try:
                 self.saved = read_saved(config_file)
             except BaseException:

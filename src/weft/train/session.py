@@ -99,6 +99,7 @@ class Session:
         """Ends the session after an exception, on this rank alone. Nothing is saved."""
         with self.built.cleanup, self._handlers:
             self._unclosed.detach()
+            self.loop.saver.abandon()
             self.loop.recorder.close()
 
 

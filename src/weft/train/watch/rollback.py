@@ -26,6 +26,7 @@ def roll_back(loop: Loop) -> bool:
         False if the run has no checkpoint. Nothing is changed then.
     """
     job, guard, section = loop.job, loop.guard, loop.config.watch
+    loop.saver.finish()
     found = job.world.agree(lambda: checkpoints(job.run.path), only_first=True)
     if not found:
         return False
@@ -35,6 +36,7 @@ def roll_back(loop: Loop) -> bool:
     until = guard.data_step(loop.state.step) + 1
     later = found[found.index(target) + 1 :]
     job.world.agree(lambda: [remove(path) for path in reversed(later)], only_first=True)
+    loop.saver.forget_after(step)
     saved = restore(job, loop.model, loop.optimizer, loop.compress, loop.callbacks, loop.frozen)
     loop.scale = LossScale(loop.config.training, saved)
     loop.tokens = int(saved.get("tokens", 0))

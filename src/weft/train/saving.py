@@ -1,0 +1,188 @@
+"""Defines `Saver`, which saves the checkpoints of a run: in the training step or beside it, durable and local ones."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.checkpoint.background import BackgroundSaver
+from weft.checkpoint.checkpoint_files import FOLDER, Keep, list_checkpoints, step_of
+from weft.checkpoint.load import checkpoints
+from weft.checkpoint.local import KEPT, open_local, recorded_folder
+from weft.checkpoint.save import Content, stage
+from weft.errors import UserError
+from weft.files import remove
+from weft.observe.status import LONG, doing
+from weft.parallel.ranks import all_gather_object, error_on_all_ranks
+
+if TYPE_CHECKING:
+    from weft.train.loop import Loop
+
+LOCAL_SECONDS = 120.0  # default of checkpoint.local.seconds
+PATIENCE = 30.0  # seconds in which a checkpoint in progress can be completed after a failure
+log = logging.getLogger("weft.train")
+
+
+class Saver:
+    """Saves checkpoints of a training loop.
+
+    With `checkpoint.mode: async`, at most one checkpoint is in progress. The training waits for it before it saves the
+    next one, and at its end. Ranks learn from the votes of the next steps (`World.sum`) that it is complete.
+
+    Attributes:
+        durable_seconds: seconds that the last checkpoint in the run directory took; None before it.
+    """
+
+    def __init__(self, loop: Loop):
+        self.loop, self.settings = loop, loop.config.checkpoint
+        self.background = BackgroundSaver() if self.settings.mode == "async" else None
+        self.durable_seconds: float | None = None
+        self._local: Path | None = None
+        self._local_step, self._local_at, self._local_due = 0, time.monotonic(), False
+        self._step = 0  # of the checkpoint in progress
+        self._completion = ExitStack()
+
+    def begin(self, step: int) -> None:
+        """Makes the folder of local checkpoints, if they are configured. Every rank must call it."""
+        self._local_step, self._local_at, local = step, time.monotonic(), self.settings.local
+        world, path = self.loop.world, self.loop.job.run.path
+        if step and not world.agree(lambda: step in map(step_of, checkpoints(path)), only_first=True):
+            self.loop.saved_at = -1  # only a local checkpoint has this step
+        if local is None:
+            return
+        self._local = world.agree(lambda: open_local(path, local.directory), only_first=True)
+        if not all(all_gather_object(self._local.is_dir())):
+            raise error_on_all_ranks("checkpoint.local: all ranks must be on one host; remove this key")
+
+    @property
+    def votes(self) -> list[float]:
+        """This rank's votes: the checkpoint in progress is complete; a local checkpoint is due (only rank 0 votes)."""
+        ended = self.background is not None and self.background.ended
+        local, due = self.settings.local, False
+        if local is not None and local.steps is None and self.loop.world.rank == 0:
+            due = time.monotonic() - self._local_at >= (local.seconds or LOCAL_SECONDS)
+        return [float(ended), float(due)]
+
+    def decide(self, votes: Sequence[float]) -> None:
+        """Acts on the summed votes: completes the checkpoint in progress, and decides about a local one after the step.
+
+        Raises:
+            UserError: the checkpoint could not be written, on all ranks.
+        """
+        ended, due = votes
+        if ended == self.loop.world.ranks:
+            self.finish()
+        self._local_due = due > 0
+
+    def after_update(self, step: int) -> None:
+        """Saves a checkpoint after an update, if one is due."""
+        if self.loop.due(step, self.loop.length.checkpoint_every):
+            self.save(step)
+        elif self._local is not None and self._is_local_due(step) and not (self.background and self.background.busy):
+            self.save(step, self._local)
+
+    def _is_local_due(self, step: int) -> bool:
+        steps = self.settings.local.steps if self.settings.local is not None else None
+        return self._local_due or (steps is not None and step - self._local_step >= steps)
+
+    def save(self, step: int, local: Path | None = None) -> None:
+        """Saves a checkpoint: weights, optimizer state, loss scale, callbacks' state, and the step.
+
+        Args:
+            local: the folder of a local checkpoint. Default: the run directory.
+        """
+        self.finish()
+        self._completion.pop_all()  # of a save that failed
+        loop, settings, background = self.loop, self.settings, self.background
+        keep = Keep(KEPT) if local is not None else Keep(settings.keep_last, settings.keep_every)
+        values, tensors = loop.callbacks.state_dict()
+        compress = loop.compress.state() if loop.compress is not None else {}
+        self._completion.callback(self._completed, step, time.monotonic(), local)
+        self._completion.enter_context(loop.recorder.saving(step))
+        architecture = loop.config.model.model_dump(mode="json", by_alias=True)
+        others = {**compress, **tensors, **loop.frozen.tensors()}
+        content = Content(step, loop.model, loop.optimizer, self._state(step, values), architecture, others)
+        hold = None if background is None else background.begin()
+        staged = stage(loop.job.run.path if local is None else local, content, keep, hold)
+        if local is None:
+            loop.saved_at = step
+        self._local_step, self._local_at = step, time.monotonic()
+        if background is None:
+            staged.write()
+            self._completion.close()
+        else:
+            background.start(staged)
+
+    def finish(self) -> None:
+        """Waits for the checkpoint in progress, if there is one. Every rank must call it.
+
+        Raises:
+            UserError: the checkpoint could not be written, on all ranks.
+        """
+        if self.background is None or not self.background.busy:
+            return
+        doing("waiting for the checkpoint in progress", "save", LONG)
+        self.background.finish()
+        self._completion.close()
+
+    def forget_after(self, step: int) -> None:
+        """Deletes local checkpoints of later steps, after a rollback to `step`. Every rank must call it."""
+
+        def delete() -> None:
+            folder = recorded_folder(self.loop.job.run.path)
+            for path in reversed(list_checkpoints(folder / FOLDER) if folder is not None else []):
+                if (step_of(path) or 0) > step:
+                    remove(path)
+
+        self.loop.world.agree(delete, only_first=True)
+        self._local_step = step
+
+    def end(self) -> None:
+        """Waits for the checkpoint in progress, and deletes the local checkpoints, which are no longer needed."""
+        self.finish()
+        if self._local is not None and self.loop.world.rank == 0:
+            remove(self._local)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Gives the checkpoint in progress some time, before this process exits after a failure."""
+        if self.background is not None:
+            try:
+                self.background.finish(PATIENCE)
+            except UserError as error:
+                log.warning("%s", error)
+
+    def _completed(self, step: int, began: float, local: Path | None) -> None:
+        """Called when a checkpoint is complete: calls the callbacks' `saved` with its step."""
+        if local is not None:
+            return
+        self.durable_seconds = time.monotonic() - began
+        state = self.loop.state
+        now, state.step = state.step, step
+        self.loop.callbacks.call("saved", state)
+        state.step = now
+
+    def _state(self, step: int, callbacks: dict[str, Any]) -> dict[str, Any]:
+        """Returns the JSON values of a checkpoint."""
+        loop = self.loop
+        validates = loop.data.validates and loop.due(step, loop.length.validation_every)
+        pending = validates and loop.validated_at != step
+        return {
+            "step": step,
+            "tokens": loop.tokens,
+            "seed": loop.config.run.seed,
+            **loop.scale.state(),
+            **loop.guard.state(),
+            **({"frozen_models": loop.frozen.records} if loop.frozen.records else {}),
+            **({"callbacks": callbacks, "validated": not pending} if loop.callbacks.found else {}),
+        }

@@ -1,0 +1,92 @@
+"""Checkpoints written beside the training: what is saved is the state of the save, and nothing else ever appears."""
+
+import errno
+import threading
+
+import pytest
+import torch
+from checkpoint_cases import adamw, built, everything, same, updates
+
+from weft.checkpoint import save as saving
+from weft.checkpoint.background import BackgroundSaver
+from weft.checkpoint.checkpoint_files import Keep, find_damage
+from weft.checkpoint.load import checkpoints, load
+from weft.checkpoint.save import Content, stage
+from weft.errors import UserError
+
+
+def content(model, optimizer, step, state=None):
+    return Content(step, model, optimizer, state or {"seen": step}, {"type": "decoder"}, {})
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Lets files be written only after `held.set()`."""
+    gate, begin = threading.Event(), saving._begin
+
+    def wait(*arguments):
+        assert gate.wait(60)
+        begin(*arguments)
+
+    monkeypatch.setattr(saving, "_begin", wait)
+    return gate
+
+
+def test_what_is_loaded_is_the_state_at_the_save(tmp_path, held):
+    """torch 2.4's dcp.async_save wrote CPU tensors after the update (pytorch #144657)."""
+    model, saver = built(1), BackgroundSaver()
+    optimizer, state = adamw(model), {"nested": {"count": [1]}}
+    updates(model, optimizer, 0, 2)
+    before = everything(model, optimizer)
+    saver.start(stage(tmp_path, content(model, optimizer, 2, state), Keep(9), saver.begin()))
+    updates(model, optimizer, 2, 5)
+    state["nested"]["count"][0] = 7
+    assert not checkpoints(tmp_path)
+    assert not saver.ended
+    held.set()
+    saver.finish()
+    assert not saver.busy
+    (found,) = checkpoints(tmp_path)
+    assert find_damage(found) is None
+    model = built(2)
+    optimizer = adamw(model)
+    assert load(found, model=model, optimizer=optimizer) == {"nested": {"count": [1]}, "step": 2}
+    same(everything(model, optimizer), before)
+
+
+def test_host_memory_is_used_again(tmp_path):
+    model, saver = built(1), BackgroundSaver()
+    optimizer = adamw(model)
+    updates(model, optimizer, 0, 1)
+    places = []
+    for step in (1, 2):
+        saver.start(stage(tmp_path, content(model, optimizer, step), Keep(9), saver.begin()))
+        saver.finish()
+        places.append(sorted(buffer.data_ptr() for buffer in saver._buffers.values()))
+        with torch.no_grad():
+            model.up.weight.add_(1)
+    assert places[0] == places[1]
+    one, two = built(3), built(3)
+    for path, other in zip(checkpoints(tmp_path), (one, two), strict=True):
+        load(path, model=other)
+    assert torch.equal(one.up.weight + 1, two.up.weight)
+
+
+def test_an_error_surfaces_and_the_next_save_works(tmp_path, monkeypatch):
+    model, saver = built(1), BackgroundSaver()
+    write = saving.files.write_json
+
+    def full(path, value):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    saver.start(stage(tmp_path, content(model, None, 1), Keep(9), saver.begin()))
+    saver.finish()
+    monkeypatch.setattr(saving.files, "write_json", full)
+    saver.start(stage(tmp_path, content(model, None, 2), Keep(9), saver.begin()))
+    with pytest.raises(UserError, match=r"No space left.*the last complete checkpoint is step-00000001; free space"):
+        saver.finish()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    monkeypatch.setattr(saving.files, "write_json", write)
+    saver.start(stage(tmp_path, content(model, None, 3), Keep(9), saver.begin()))
+    saver.finish()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001", "step-00000003"]

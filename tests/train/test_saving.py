@@ -1,0 +1,151 @@
+"""`checkpoint.mode: async` and `checkpoint.local`: the same run as with ordinary checkpoints, whatever survives."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.checkpoint.checkpoint_files import find_damage
+from weft.checkpoint.load import checkpoints
+from weft.cli.main import main
+from weft.config.run import RunConfig
+from weft.errors import UserError
+from weft.train.trainer import Trainer
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+SHORT = {"training": {"steps": 6, "batch_tokens": 128, "micro_batch_size": 2}, "data": {"validation": None}}
+
+
+@pytest.fixture
+def train(tmp_path, run_yaml):
+    def fit(name: str, *overrides: str, words: tuple[str, ...] = (), **changes) -> Path:
+        path = run_yaml(**{**SHORT, "checkpoint": {"every": 2, "keep_last": 9}, **changes})
+        assert main(["train", str(path), f"run.name={name}", *overrides, *words]) == 0
+        return tmp_path / "runs" / name
+
+    return fit
+
+
+def test_async_saves_are_those_of_sync_saves(train, capsys):
+    sync, beside = train("sync"), train("async", "checkpoint.mode=async")
+    assert losses(sync) == losses(beside)
+    for one, two in zip(checkpoints(sync), checkpoints(beside), strict=True):
+        assert main(["checkpoint", "diff", str(one), str(two)]) == 0
+        assert main(["checkpoint", "verify", str(two)]) == 0
+
+
+def test_async_on_two_ranks(train):
+    one, two = train("one"), train("two", "checkpoint.mode=async", words=("--nproc", "2"))
+    assert [path.name for path in checkpoints(two)] == [path.name for path in checkpoints(one)]
+    assert all(find_damage(path) is None for path in checkpoints(two))
+    for step, loss in losses(one).items():
+        assert losses(two)[step] == pytest.approx(loss, abs=1e-4)
+
+
+def test_a_failed_async_save_ends_the_run_as_a_failed_sync_save(train, run_yaml, tmp_path, monkeypatch):
+    from weft.checkpoint import save
+
+    real = save._finish
+
+    def fails(partial, target, *rest):
+        if target.name == "step-00000002":
+            raise OSError(28, "No space left on device")
+        real(partial, target, *rest)
+
+    monkeypatch.setattr(save, "_finish", fails)
+    config = RunConfig.load(run_yaml(**SHORT), ["checkpoint.mode=async", "checkpoint.every=2"])
+    with pytest.raises(UserError, match="No space left on device; no checkpoint is complete yet; free space"):
+        Trainer(config).fit()
+    assert not checkpoints(tmp_path / "runs" / "demo")
+
+
+KILLED = """
+import os, signal, sys
+from weft.config.run import RunConfig
+from weft.train.trainer import Trainer
+from weft.train import loop
+real = loop.Loop.after_update
+def after(self, step):
+    real(self, step)
+    self.saver.finish()
+    if step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+loop.Loop.after_update = after
+Trainer(RunConfig.load(sys.argv[1], sys.argv[2:])).fit()
+"""
+
+
+@pytest.mark.parametrize("survives", ["local", "durable"])
+def test_a_run_resumes_from_what_survives(train, run_yaml, tmp_path, capsys, survives):
+    undisturbed = train("sync")
+    fast = tmp_path / "fast"
+    overrides = ["run.name=killed", "checkpoint.mode=async", f"checkpoint.local={{steps: 1, directory: {fast}}}"]
+    path = run_yaml(**SHORT, checkpoint={"every": 2, "keep_last": 9})
+    done = subprocess.run([sys.executable, "-c", KILLED, path, *overrides], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    run = tmp_path / "runs" / "killed"
+    assert [found.name for found in checkpoints(run)] == ["step-00000002", "step-00000004"]
+    (local,) = fast.glob("weft-*/*/checkpoints/step-00000005")
+    if survives == "durable":
+        with open(local / "state.json", "r+b") as file:
+            file.write(b"!")
+    capsys.readouterr()
+    assert main(["train", str(path), *overrides]) == 0
+    assert ("resuming from the local checkpoint" in capsys.readouterr().err) == (survives == "local")
+    assert losses(run) == losses(undisturbed)
+    assert main(["checkpoint", "diff", str(run), str(undisturbed)]) == 0
+    assert not list(fast.glob("weft-*/*"))  # a finished run leaves nothing in the host's memory
+
+
+def test_local_checkpoints_of_a_run_that_starts_over_are_not_found(train, run_yaml, tmp_path):
+    fast = tmp_path / "fast"
+    overrides = ["run.name=killed", f"checkpoint.local={{steps: 1, directory: {fast}}}"]
+    path = run_yaml(**SHORT)
+    subprocess.run([sys.executable, "-c", KILLED, path, *overrides], capture_output=True, check=False)
+    assert list(fast.glob("weft-*/*/checkpoints/step-00000005"))
+    config = RunConfig.load(path, [*overrides, "training.steps=2", "schedule.warmup_steps=1"])
+    assert Trainer(config, fresh=True).fit().step == 2
+
+
+def test_a_folder_that_others_can_write_is_refused(run_yaml, tmp_path):
+    fast = tmp_path / "fast"
+    (fast / f"weft-{os.getuid()}").mkdir(parents=True)
+    (fast / f"weft-{os.getuid()}").chmod(0o777)
+    config = RunConfig.load(run_yaml(**SHORT), [f"checkpoint.local={{steps: 1, directory: {fast}}}"])
+    with pytest.raises(UserError, match=r"other users can write this folder.*checkpoint.local.directory"):
+        Trainer(config).fit()
+
+
+def test_a_run_that_stops_before_its_first_step_saves_what_only_the_local_checkpoint_has(run_yaml, tmp_path):
+    overrides = [f"checkpoint.local={{steps: 1, directory: {tmp_path / 'fast'}}}", "checkpoint.every=4"]
+    path = run_yaml(**SHORT)
+    subprocess.run([sys.executable, "-c", KILLED, path, *overrides], capture_output=True, check=False)
+    run = tmp_path / "runs" / "demo"
+    assert [found.name for found in checkpoints(run)] == ["step-00000004"]
+    with Trainer(RunConfig.load(path, overrides), batches="global") as trainer:
+        assert trainer.step_number == 5
+    assert [found.name for found in checkpoints(run)] == ["step-00000004", "step-00000005"]
+
+
+def test_local_checkpoints_by_time(run_yaml, tmp_path, monkeypatch):
+    """Due each moment, so one after each step; the last two are kept."""
+    from weft.train import saving
+
+    saved = []
+    stage = saving.stage
+    monkeypatch.setattr(saving, "stage", lambda *given: saved.append((given[0], given[1].step)) or stage(*given))
+    fast = tmp_path / "fast"
+    given = [f"checkpoint.local={{seconds: 1.0e-9, directory: {fast}}}", "checkpoint.every=3"]
+    Trainer(RunConfig.load(run_yaml(**SHORT), given)).fit()
+    run = tmp_path / "runs" / "demo"
+    assert [step for where, step in saved if where == run] == [3, 6]
+    assert [step for where, step in saved if where != run] == [1, 2, 4, 5]
