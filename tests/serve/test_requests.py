@@ -264,7 +264,7 @@ def test_roles_and_parts_of_messages(serve):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_are_those_of_the_model(serve, chat_model, stream):
-    model, ids = weft.load_model(chat_model), weft.Tokenizer.load(chat_model).encode("Kalo mi")
+    model, ids = weft.load_model(chat_model), weft.Tokenizer.load(chat_model).prompt("Kalo mi").ids
     with torch.inference_mode():
         expected = model(torch.tensor([ids]))[0, -1].log_softmax(-1).topk(3)
 
