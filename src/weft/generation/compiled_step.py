@@ -164,11 +164,11 @@ class CompiledStep:
         """Runs a forward pass of the new tokens of each sequence. Returns what `Runner.forward` returns, in float32."""
         self._find_pools()
         rows = [(work, position) for work in works for position in range(work.start, work.end)]
-        kept = sum(work.kept for work in works)
+        kept = sum(work.returned for work in works)
         logits, done = torch.empty(kept, self._struct.head.rows), 0
         for begin in range(0, len(rows), MAX_ROWS):
             done += self._run(rows[begin : begin + MAX_ROWS], logits[done:])
-        return list(logits.split([work.kept for work in works]))
+        return list(logits.split([work.returned for work in works]))
 
     def _run(self, rows: list[tuple[Work, int]], logits: torch.Tensor) -> int:
         """Runs the C function for at most `MAX_ROWS` tokens. Returns the number of rows of `logits` that were written.
@@ -189,7 +189,7 @@ class CompiledStep:
             "positions": array("q", positions),
             "angles": self._look_up_angles(rows, positions),
             "tables": tables,
-            "kept_rows": array("q", [i for i, (work, p) in enumerate(rows) if p >= work.end - work.kept]),
+            "kept_rows": array("q", [i for i, (work, p) in enumerate(rows) if p >= work.end - work.returned]),
             "blocks": blocks,
         }
         for name, values in arrays.items():

@@ -21,7 +21,7 @@ from weft.generation.constraints import new_constraint
 from weft.generation.limits import blocks_in_memory, check_prompts, encode_prompt, shares_blocks
 from weft.generation.runners import Work, make_runner
 from weft.generation.sampler import NOT_FINITE, Choice, Context, new_generator
-from weft.generation.sequence import GeneratedSequence
+from weft.generation.sequence import MOST_SCORED, GeneratedSequence
 from weft.generation.settings import Sampling
 from weft.generation.speculative import make_proposer
 from weft.generation.stream import Stream
@@ -101,9 +101,8 @@ class Engine:
         configs = [getattr(one, "config", None) for one in models]
         self._scalings = [c.rope_scaling if isinstance(c, ModelSection) else None for c in configs]
         caches = [one.cache for one in (self.runner, *self.proposer.runners) if one.cache is not None]
-        most = -(-(max_cache_tokens or 0) // BLOCK)
-        if caches and max_cache_tokens is None:
-            most = blocks_in_memory(*models)
+        fixed = max_cache_tokens is not None or not caches
+        most = -(-(max_cache_tokens or 0) // BLOCK) if fixed else blocks_in_memory(*models)
         self._allocator = BlockAllocator(caches, most, share=not batch_invariant)
         self.blocks = self._allocator.pool
         self.capacity = None if self.runner.cache is None else self._allocator.most * BLOCK
@@ -165,9 +164,8 @@ class Engine:
                     generator = new_generator(sampling.seed, copy + equal[tuple(ids)] + index, ids)
                     constraint = new_constraint(sampling.constraint, self.tokenizer, stop_ids, first is not None)
                     context = Context(sampling, generator, ids, (), first, constraint)
-                    added.append(GeneratedSequence(next(self._ids), list(ids), streams[-1], index, context, limit))
-                    added[-1].stop_ids, added[-1].shares = stop_ids, shares
-                    added[-1].adapter = self.adapters.get(adapter)
+                    given = (list(ids), streams[-1], index, context, limit, stop_ids, self.adapters.get(adapter))
+                    added.append(GeneratedSequence(next(self._ids), *given, shares=shares))
                 equal[tuple(ids)] += 1
             self.waiting.extend(added)
         return streams
@@ -242,6 +240,9 @@ class Engine:
             if self.batch_invariant:  # the same chunks as without other sequences, also after a preemption
                 budget = min(self.max_step_tokens, sequence.prompt - start) if start < sequence.prompt else 1
                 budget += most
+            if sequence.unscored:
+                scored = sum(work.scored for _, work in works)
+                budget = min(budget, 0 if self.batch_invariant and scored else MOST_SCORED - scored)
             end = min(end, start + budget)
             # The budget depends on other sequences, so the number of proposals must not depend on the budget.
             if end == length and end + most > start + budget:
@@ -253,6 +254,7 @@ class Engine:
         if end == start or not self._reserve(sequence, end):
             return 0
         work = Work(sequence.id, tokens, start, end, sequence.rotary, kept, sequence.blocks, sequence.adapter)
+        work.scored = min(end, sequence.prompt - 1) - start if sequence.unscored else 0
         works.append((sequence, work))
         return end - start
 
@@ -271,15 +273,11 @@ class Engine:
         """Gives a sequence blocks for its first `end` tokens. Preempts later sequences, or this one, if necessary."""
         while not self._allocator.reserve(sequence, end):
             last = self.running[-1]
-            self._preempt(last)
+            self._remove(last)
+            self.waiting.appendleft(last)  # it waits for free blocks, and is then recomputed
             if last is sequence:
                 return False
         return True
-
-    def _preempt(self, sequence: GeneratedSequence) -> None:
-        """Frees the blocks of a running sequence. The sequence waits for free blocks, and is then recomputed."""
-        self._remove(sequence)
-        self.waiting.appendleft(sequence)
 
     def _remove(self, sequence: GeneratedSequence) -> None:
         """Removes a sequence from the engine, and frees its blocks."""
@@ -304,6 +302,8 @@ class Engine:
         try:
             drafts = self.proposer.draft(works, contexts)
             logits = self.runner.forward(works)
+            for (sequence, work), rows in zip(planned, logits, strict=True):
+                sequence.score(rows[: work.scored], work.start)
             chosen = choose_tokens(logits, contexts, works, drafts)
         except Exception as error:  # other sequences go on
             for sequence, _ in planned:

@@ -31,7 +31,8 @@ class Work:
         end: position after the last token to compute.
         rotary: text length for which the rotary embedding of the first `rotary` tokens is computed. Some RoPE scalings
             depend on the length of the text.
-        kept: number of tokens before position `end` whose logits are returned.
+        kept: number of tokens before position `end` whose logits choose new tokens.
+        scored: number of tokens before these whose logits are returned, too: they score the prompt's next tokens.
         blocks: the sequence's blocks in a paged cache.
         adapter: the adapter of the sequence, or None.
     """
@@ -44,6 +45,12 @@ class Work:
     kept: int = 1
     blocks: Sequence[int] = field(default_factory=list)
     adapter: Adapter | None = None
+    scored: int = 0
+
+    @property
+    def returned(self) -> int:
+        """Number of tokens before position `end` whose logits are returned."""
+        return self.scored + self.kept
 
 
 class Runner(Protocol):
@@ -63,7 +70,7 @@ class Runner(Protocol):
         ...
 
     def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
-        """Runs a forward pass. Returns, for each work, the logits of its last `Work.kept` tokens, `[kept, vocab]`."""
+        """Runs a forward pass. Returns for each work the logits of its last `returned` tokens, `[tokens, vocab]`."""
         ...
 
     def forget(self, sequence: int) -> None:
@@ -163,7 +170,7 @@ class PagedRunner:
             kept, row = [], 0
             for work in ordered:
                 row += work.end - work.start
-                kept.extend(range(row - work.kept, row))
+                kept.extend(range(row - work.returned, row))
             rows = [torch.tensor([x], device=device) for x in (tokens, positions, lengths)]
             with adapted(self.model, [(work.adapter, work.end - work.start) for work in ordered]):
                 logits = self.model(
@@ -173,7 +180,7 @@ class PagedRunner:
                     cache=self.cache,
                     logits_to_keep=torch.tensor(kept, device=device, dtype=torch.long),
                 )[0]
-        parts = logits.split([work.kept for work in ordered])
+        parts = logits.split([work.returned for work in ordered])
         found = dict(zip(order, parts, strict=True))
         return [found[i] for i in range(len(works))]
 
@@ -201,7 +208,7 @@ class TransformersRunner:
                 tokens = torch.tensor([work.tokens[work.start : work.end]], device=device)
                 with adapted(self.model, [(work.adapter, row.numel())]):
                     out = self.model(tokens=tokens, positions=row, cache=self._caches[work.sequence])
-                logits.append(out[0, out.shape[1] - work.kept :])
+                logits.append(out[0, out.shape[1] - work.returned :])
         return logits
 
     def forget(self, sequence: int) -> None:
@@ -229,7 +236,7 @@ class UncachedRunner:
         positions = torch.minimum(torch.arange(width, device=device), ends - 1)
         with inference(self.model), adapted(self.model, [(work.adapter, width) for work in works]):
             logits = self._call({"tokens": tokens, "positions": positions})
-        return [row[work.end - work.kept : work.end] for row, work in zip(logits, works, strict=True)]
+        return [row[work.end - work.returned : work.end] for row, work in zip(logits, works, strict=True)]
 
     def forget(self, sequence: int) -> None:
         """Implements `Runner.forget`."""

@@ -6,10 +6,14 @@ import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import torch
+
 from weft.errors import UserError
 from weft.generation.adapters import Adapter
-from weft.generation.sampler import Choice, Context
+from weft.generation.sampler import Choice, Context, with_logprobs
 from weft.generation.stream import Finish, Stream
+
+MOST_SCORED = 128  # tokens per step whose logits score prompts: logits of whole prompts can be larger than the model
 
 
 @dataclass(eq=False)
@@ -28,6 +32,7 @@ class GeneratedSequence:
         digests: digests of the complete blocks, from the first block.
         pending: digests of the blocks that this sequence is computing; also in `BlockPool.pending`.
         shares: whether the sequence can share blocks with other sequences.
+        scores: the tokens of the prompt with their log-probabilities, so far; None: they are not wanted.
     """
 
     id: int
@@ -43,9 +48,31 @@ class GeneratedSequence:
     digests: list[bytes] = field(default_factory=list)
     pending: list[bytes] = field(default_factory=list)
     shares: bool = True
+    scores: list[Choice] | None = None
 
     def __post_init__(self):
         self.prompt = self.rotary = len(self.tokens)
+        if self.context.sampling.prompt_logprobs:
+            self.scores = [Choice(self.tokens[0])]
+            self.shares = False  # the logits of shared tokens are not computed
+
+    @property
+    def unscored(self) -> bool:
+        """Whether tokens of the prompt are still to be scored."""
+        return self.scores is not None and len(self.scores) < self.prompt
+
+    def score(self, logits: torch.Tensor, start: int) -> None:
+        """Scores the tokens of the prompt that follow some of its tokens.
+
+        Args:
+            logits: the logits of these tokens, `[tokens, vocab]`.
+            start: position of the first of them.
+        """
+        if self.scores is None or not len(logits):
+            return
+        following = self.tokens[start + 1 : start + 1 + len(logits)]
+        # After a preemption, the first tokens are computed again.
+        self.scores[start + 1 :] = with_logprobs(logits, following, [self.context.sampling] * len(following))
 
     def append(self, choice: Choice) -> bool:
         """Appends a new token to the sequence and to the stream. Returns whether the continuation has ended.
@@ -71,7 +98,8 @@ class GeneratedSequence:
                 "max_length if the model can continue longer texts",
                 stacklevel=2,
             )
-        return self.stream.put(self.index, choice, finish, complete=complete)
+        prompt = self.scores or () if len(self.tokens) == self.prompt + 1 else ()
+        return self.stream.put(self.index, choice, finish, complete=complete, prompt=prompt)
 
     @property
     def root(self) -> bytes:

@@ -45,6 +45,8 @@ class Sampling:
         logprobs: number of most likely tokens whose log-probabilities are returned, besides the log-probability of
             each new token; None: no log-probabilities. They are computed from the model's own logits, before
             `logit_bias`, penalties and all other settings change the logits.
+        prompt_logprobs: whether log-probabilities of the prompt's tokens are returned, too, with the first new token
+            (`Piece.prompt`); needs `logprobs`. The prompt's cached keys and values are then computed again.
         tempered_logprobs: whether these log-probabilities are those of the logits divided by `temperature`, over all
             tokens: also of those that `top_k`, `top_p` and `min_p` leave out.
         json_schema: a JSON schema (draft 2020-12) that the continuation must follow: a mapping, a bool (True: any
@@ -81,6 +83,7 @@ class Sampling:
     grammar: str | None = None
     skip_special_tokens: bool = False
     max_length: int | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self):
         if isinstance(self.stop, str):
@@ -102,6 +105,7 @@ class Sampling:
             (self.n >= 1, "n", "set it to at least 1"),
             (self.max_length is None or self.max_length >= 2, "max_length", "set it to at least 2"),
             (self.logprobs is None or self.logprobs >= 0, "logprobs", "set it to 0 or more"),
+            (not self.prompt_logprobs or self.logprobs is not None, "logprobs", "prompt_logprobs needs a number"),
             (
                 not (self.tempered_logprobs and self.temperature == 0),
                 "temperature",

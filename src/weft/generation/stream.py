@@ -33,6 +33,8 @@ class Piece:
             reached) or "cancelled"; None: the
             continuation goes on.
         index: index of this continuation among the `Sampling.n` continuations of its prompt.
+        prompt: in the first piece of a continuation, if `Sampling.prompt_logprobs` is set: the tokens of the prompt, as
+            pieces without a text. The first token has no log-probability.
     """
 
     token: int | None
@@ -41,6 +43,7 @@ class Piece:
     top: tuple[tuple[int, float], ...] = ()
     finish: Finish | None = None
     index: int = 0
+    prompt: tuple[Piece, ...] = ()
 
 
 class Stream:
@@ -101,7 +104,15 @@ class Stream:
         """
         self._engine.cancel(self)
 
-    def put(self, index: int, choice: Choice, finish: Finish | None, *, complete: bool = False) -> bool:
+    def put(
+        self,
+        index: int,
+        choice: Choice,
+        finish: Finish | None,
+        *,
+        complete: bool = False,
+        prompt: Sequence[Choice] = (),
+    ) -> bool:
         """Adds a continuation's new token to the stream. Returns whether the continuation has ended.
 
         Args:
@@ -110,6 +121,7 @@ class Stream:
             finish: why the continuation ends with this token; None: the continuation goes on.
             complete: whether the token completes a constrained text. `finish` is then "stop", but the token is not a
                 stop token, so its text is part of the continuation.
+            prompt: the scored tokens of the prompt, with the first new token.
         """
         text = ""
         decoder, stops = self._decoders[index], self._stops[index]
@@ -122,7 +134,8 @@ class Stream:
             finish = "stop"
         elif finish is not None:
             text += stops.flush()
-        self._pieces.append(Piece(choice.token, text, choice.logprob, choice.top, finish, index))
+        scored = tuple(Piece(one.token, "", one.logprob, one.top, index=index) for one in prompt)
+        self._pieces.append(Piece(choice.token, text, choice.logprob, choice.top, finish, index, scored))
         self._open -= finish is not None
         return finish is not None
 

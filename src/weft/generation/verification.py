@@ -33,7 +33,7 @@ def choose_tokens(
     as without proposals.
 
     Args:
-        logits: the logits `[Work.kept, vocab]` of each sequence.
+        logits: the logits `[Work.returned, vocab]` of each sequence.
         contexts: the context of each sequence before its proposals.
         works: the work of each sequence, whose last `Work.kept` - 1 tokens are the proposals.
         drafts: the result of `Proposer.draft`.
@@ -45,13 +45,13 @@ def choose_tokens(
             continue
         proposals = work.tokens[work.end - work.kept + 1 : work.end]
         each = [context_after(context, proposals[:n]) for n in range(work.kept)]
-        draft = drafts[i]
+        draft, last = drafts[i], logits[i][work.scored :]
         if draft is not None:
-            found[i] = _sample_rejecting(logits[i], each, proposals, draft.to(logits[i].device))
+            found[i] = _sample_rejecting(last, each, proposals, draft.to(logits[i].device))
         else:
             random = bool(proposals) and context.sampling.temperature > 0
             plain.append((i, proposals, context.generator.get_state() if random else None))
-            rows.append(logits[i])
+            rows.append(last)
             all_contexts += each
     choices = iter(choose(torch.cat(rows), all_contexts) if rows else [])
     for i, proposals, state in plain:

@@ -30,6 +30,7 @@ from weft.serve.served_model import ServedAdapter, ServedModel
 from weft.serve.services import Services, services_of
 from weft.serve.tools import prepare_tools, schema_of, template_messages
 
+SILENT: Any = {"token": None, "text": "", "finish": "length"}  # instead of the token that the engine generates
 COMPLETION_TOKENS = 16  # default of `max_tokens` of completions, as in OpenAI's API
 UNKNOWN_WINDOW = 4096  # default of new tokens of a chat with a model whose window is not known
 
@@ -45,8 +46,9 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     many = list_of_prompts(body.prompt, "prompt")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(400, "unsupported_value", "best_of is supported only with the value of n; remove it", "best_of")
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "unsupported_value", "logprobs of the prompt are not supported; remove echo", "echo")
+    if body.max_tokens == 0 and not body.echo:
+        what = "max_tokens is 0, so there is nothing to answer; set it to at least 1, or set echo"
+        raise ApiError(400, "invalid_value", what, "max_tokens")
     work = partial(answer, services, model, adapter, body, len(many))
     prepare = partial(_prepare_completion, services, model, body, many)
     return services.exchanges.new(partial(work, prepare, CompletionReply))
@@ -68,20 +70,22 @@ def _prepare_completion(
     services: Services, model: ServedModel, body: CompletionRequest, given: Sequence[str | list[int]]
 ) -> Job:
     """Encodes the prompts of a completion. Runs outside of the event loop."""
-    special = body.add_special_tokens is not False
-    prompts = [model.tokenizer.prompt(one, special=special) if isinstance(one, str) else one for one in given]
+    special, scored = body.add_special_tokens is not False, bool(body.echo) and body.logprobs is not None
+    encode = partial(model.tokenizer.prompt, special=special, whole=scored)
+    prompts = [encode(one) if isinstance(one, str) else one for one in given]
     ids = [prompt.ids if isinstance(prompt, Prompt) else prompt for prompt in prompts]
     rooms = [services.room(model, one) for one in ids]
-    wanted = body.max_tokens or COMPLETION_TOKENS
+    wanted = COMPLETION_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     room = min((one for one in rooms if one is not None), default=wanted)
-    sampling = make_sampling(body, min(wanted, room), logprobs=body.logprobs)
+    sampling = make_sampling(body, min(wanted, room), logprobs=body.logprobs, prompt_logprobs=scored)
     _load_token_bytes(model, sampling)
     texts = [one if isinstance(one, str) else model.tokenizer.decode(one) if body.echo else "" for one in given]
     leads = [
         text[len(prompt.text) :] if isinstance(prompt, Prompt) else ""
         for text, prompt in zip(texts, prompts, strict=True)
     ]
-    return Job(prompts, sampling, _stop_ids(model.engine.stop_ids, body), leads, texts if body.echo else ())
+    stop_ids = _stop_ids(model.engine.stop_ids, body)
+    return Job(prompts, sampling, stop_ids, leads, texts if body.echo else (), silent=body.max_tokens == 0)
 
 
 def prepare_chat(services: Services, model: ServedModel, adapter: ServedAdapter | None, body: ChatRequest) -> Job:
@@ -154,7 +158,7 @@ async def answer(
                 watch.add()
                 by_choice: Mapping[int, list[Piece]] = defaultdict(list)
                 for index, piece in pieces:
-                    by_choice[index].append(piece)
+                    by_choice[index].append(replace(piece, **SILENT) if job.silent else piece)
                 new = []
                 for index, some in by_choice.items():
                     choice = choices[index]

@@ -52,7 +52,8 @@ class CompletionLogprobs:
 
     Args:
         tokenizer: the model's tokenizer.
-        offset: number of characters of the choice's text before the first token.
+        offset: number of characters of the choice's text before the first token; negative: that many characters of
+            the tokens are not part of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0):
@@ -67,7 +68,7 @@ class CompletionLogprobs:
             found["tokens"].append(token_text(self._tokenizer, piece.token))
             found["token_logprobs"].append(_finite(piece.logprob))
             top = {token_text(self._tokenizer, id): _finite(value) for id, value in piece.top}
-            found["top_logprobs"].append(top)
-            found["text_offset"].append(self._offset)
+            found["top_logprobs"].append(None if piece.logprob is None else top)
+            found["text_offset"].append(max(self._offset, 0))
             self._offset += len(self._decoder.decode(token_bytes(self._tokenizer, piece.token)))
         return found

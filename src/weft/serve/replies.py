@@ -14,7 +14,7 @@ from weft.data.tokenizers.tokenizer import Prompt
 from weft.generation.settings import Sampling
 from weft.generation.stream import Piece
 from weft.serve.choices import Choice
-from weft.serve.logprobs import CompletionLogprobs, chat_logprobs
+from weft.serve.logprobs import CompletionLogprobs, chat_logprobs, token_bytes
 from weft.serve.served_model import ServedModel
 from weft.serve.tool_calls import Delta, ToolCallParser, join_deltas
 from weft.serve.tools import ToolUse
@@ -31,6 +31,7 @@ class Job:
         leads: for each prompt, the text that its choices do not contain (see `Choice`).
         echoes: for each prompt, the text with which its choices begin.
         tools: the tools that choices can call, or None.
+        silent: whether the choices have no new tokens.
     """
 
     prompts: Sequence[Prompt | list[int]]
@@ -39,6 +40,7 @@ class Job:
     leads: Sequence[str]
     echoes: Sequence[str] = ()
     tools: ToolUse | None = None
+    silent: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -113,10 +115,13 @@ class CompletionReply(Reply):
 
     def begin(self, index: int) -> list[Any]:
         echo = self._echo(index)
-        return [self._part(index, echo, None, None)] if echo else []
+        # The first new token brings the log-probabilities of the prompt.
+        return [self._part(index, echo, None, None)] if echo and not self.job.sampling.prompt_logprobs else []
 
     def delta(self, index: int, choice: Choice, text: str, pieces: Sequence[Piece]) -> list[Any]:
         logprobs = self._logprobs(index, pieces)
+        if any(piece.prompt for piece in pieces):
+            text = self._echo(index) + text
         return [self._part(index, text, logprobs, choice.finish)] if text or logprobs or choice.finish else []
 
     def _part(self, index: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
@@ -132,9 +137,14 @@ class CompletionReply(Reply):
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         if self.job.sampling.logprobs is None:
             return None
+        prompt = [token for piece in pieces for token in piece.prompt]
         if index not in self._converters:
-            self._converters[index] = CompletionLogprobs(self.model.tokenizer, len(self._echo(index)))
-        return self._converters[index].convert(self.job.content(pieces))
+            echo, tokenizer = self._echo(index), self.model.tokenizer
+            # The text that is echoed lacks a token such as `<s>`, with which the prompt begins.
+            scored = b"".join(token_bytes(tokenizer, token.token) for token in prompt if token.token is not None)
+            offset = len(echo) - len(scored.decode(errors="replace"))
+            self._converters[index] = CompletionLogprobs(tokenizer, offset)
+        return self._converters[index].convert([*prompt, *self.job.content(pieces)])
 
 
 class ChatReply(Reply):

@@ -84,7 +84,12 @@ class CompletionRequest(SamplingRequest):
     prompt: Prompts = Field(
         description="A text or the ids of its tokens; or several of them, each of which has `n` choices."
     )
-    echo: bool | None = Field(False, description="Whether the text of a choice begins with the prompt.")
+    max_tokens: int | None = Field(
+        None, ge=0, description="Maximum number of new tokens per choice; default: 16. 0: only the prompt (`echo`)."
+    )
+    echo: bool | None = Field(
+        False, description="Whether a choice begins with the prompt: its text, and its tokens in `logprobs`."
+    )
     logprobs: int | None = Field(
         None, ge=0, le=20, description="Number of most likely tokens whose log-probabilities are returned."
     )

@@ -128,7 +128,7 @@ class Tokenizer:
             raise UserError(f"{what}; the tokenizer is inconsistent: create it again", self.path)
         return ids, lengths
 
-    def prompt(self, text: str, *, special: bool = True) -> Prompt:
+    def prompt(self, text: str, *, special: bool = True, whole: bool = False) -> Prompt:
         """Encodes a text for a model to continue.
 
         If the text ends with a single blank, the blank is removed, and the first new token must begin with a blank. In
@@ -138,9 +138,10 @@ class Tokenizer:
         Args:
             special: whether the tokens that the tokenizer adds before a text, such as `<s>`, are put before the prompt,
                 unless the text begins with them.
+            whole: whether a blank at the end is never removed, because all of the text is to be scored.
         """
         first = None
-        if text.endswith(" ") and not text[:-1].endswith((" ", "\n")) and text[:-1]:
+        if not whole and text.endswith(" ") and not text[:-1].endswith((" ", "\n")) and text[:-1]:
             first = frozenset(id for token, id in self._reference.get_vocab().items() if token.startswith(BLANKS))
         text, ids = (text[:-1], self.encode(text[:-1])) if first else (text, self.encode(text))
         before = self.added_around[0] if special else []
