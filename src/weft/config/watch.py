@@ -30,7 +30,7 @@ class SpikeSection(Section):
 class WatchSection(Section):
     """What Weft observes during training. Each finding is an event in `logs/events.jsonl` (docs/watch.md)."""
 
-    spike: SpikeSection = Field(default_factory=SpikeSection)
+    spike: SpikeSection = Field(default=SpikeSection())
     """When a loss or gradient norm is a spike, and what follows."""
     non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """What follows a loss or gradient norm that is NaN or infinite; see `watch.spike.action`. An overflow of float16

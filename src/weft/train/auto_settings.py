@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -66,11 +67,14 @@ def kernels_of(training: TrainingSection) -> Iterator[None]:
     if training.determinism != "exact":
         yield
         return
-    cudnn, before = torch.backends.cudnn, torch.get_deterministic_debug_mode()
-    fill, fixed, benchmark = torch.utils.deterministic.fill_uninitialized_memory, cudnn.deterministic, cudnn.benchmark
+    # Modules whose attributes are properties, which type checkers do not know.
+    cudnn: Any = torch.backends.cudnn
+    memory: Any = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode()
+    fill, fixed, benchmark = memory.fill_uninitialized_memory, cudnn.deterministic, cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     # Filling every new tensor costs time, and a result that depends on its content would be a bug in any mode.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    memory.fill_uninitialized_memory = False
     cudnn.deterministic, cudnn.benchmark = True, False
     abandoned = False
     try:
@@ -89,7 +93,7 @@ def kernels_of(training: TrainingSection) -> Iterator[None]:
     finally:
         if not abandoned:
             torch.set_deterministic_debug_mode(before)
-            torch.utils.deterministic.fill_uninitialized_memory = fill
+            memory.fill_uninitialized_memory = fill
             cudnn.deterministic, cudnn.benchmark = fixed, benchmark
 
 

@@ -166,12 +166,10 @@ class Trainer:
                 is saved.
         """
         session = self._opened()
-        if session.decision in (
-            signal.SIGTERM,
-            signal.SIGHUP,
-        ):  # the loop did not end, although `stopping` was true after the last step
+        # The loop did not end, although `stopping` was true after the last step.
+        if (decision := session.decision) is not None and decision in (signal.SIGTERM, signal.SIGHUP):
             self.close()
-            raise SystemExit(128 + session.decision)
+            raise SystemExit(128 + decision)
         steps = session.loop.length.steps
         if steps is not None and self.step_number >= steps:
             raise error_on_all_ranks(
