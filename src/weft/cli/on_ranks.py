@@ -169,4 +169,4 @@ def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome],
         send_to_launcher("the watch stopped the run", NON_FINITE)
     if outcome.status == "stopped":
         return 128 + (outcome.signal or 15)
-    return 1 if outcome.status in ("non-finite", "spike") else 0
+    return 1 if outcome.status in ("non-finite", "spike", "differs") else 0

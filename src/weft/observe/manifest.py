@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import weft
 from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
+from weft.formatting import flat
 from weft.processes import usable_cores
 
 MANIFEST = "manifest.json"
@@ -28,14 +30,14 @@ def write_manifest(run_directory: str | Path, config: Any, *, resumed_step: int 
     """Adds a session to the manifest of a run (atomically). The first rank calls this when training starts or resumes.
 
     The top level of the manifest has the current values. `sessions` has one entry for each start of the run: time,
-    step, command, code, versions and hardware.
+    step, command, code, versions, hardware, mesh, data, and the changes of the config that affect results.
 
     Args:
-        config: the `RunConfig`, or its `as_dict()`. The manifest contains only name, seed, dtype and threads;
-            `config.yaml` contains all keys.
+        config: the `RunConfig`, or its `as_dict()`. The manifest contains only name, seed, dtype, threads and
+            determinism; `config.yaml` contains all keys.
         resumed_step: number of updates before this session.
-        facts: further JSON values: ranks, mesh, steps, data_digests, parameters, matmul_parameters, flops_per_token,
-            peak_flops_per_second (of all devices), peak_origin, memory_kind, ...
+        facts: further JSON values: ranks, mesh, steps, data_digests, changes, parameters, matmul_parameters,
+            flops_per_token, peak_flops_per_second (of all devices), peak_origin, memory_kind, ...
 
     Raises:
         UserError: the file cannot be written.
@@ -47,16 +49,19 @@ def write_manifest(run_directory: str | Path, config: Any, *, resumed_step: int 
         "command": shlex.join([Path(sys.argv[0]).name or "python", *sys.argv[1:]]),
         "working_directory": os.getcwd(),
         "git": git_state(),
+        "code": custom_code(config),
         "versions": versions(),
         "hardware": hardware(),
         "ranks": facts.get("ranks", 1),
     }
-    session = {"started": now(), "step": resumed_step, **current}
+    chosen = {key: training.get(key) for key in ("dtype", "threads", "determinism")}
+    of_session = {key: facts[key] for key in ("mesh", "data_digests", "changes") if facts.get(key)}
+    session = {"started": now(), "step": resumed_step, **current, **chosen, **of_session}
+    facts.pop("changes", None)
     manifest = {
         "name": run.get("name") or Path(run_directory).name,
         "seed": run.get("seed"),
-        "dtype": training.get("dtype"),
-        "threads": training.get("threads"),
+        **chosen,
         "started": sessions[0]["started"] if sessions else session["started"],
         **current,
         **facts,
@@ -113,7 +118,9 @@ def versions() -> dict[str, str]:
 
 
 def git_state(directory: str | Path = ".") -> dict[str, Any] | None:
-    """Returns the commit of a working directory, and whether tracked files differ from this commit.
+    """Returns the commit of a working directory, and how tracked files differ from this commit.
+
+    `dirty` is whether they differ, and `diff_sha256` the digest of the differences if they do.
 
     Returns None if the directory is not in a git repository, or git is not installed.
     """
@@ -135,7 +142,21 @@ def git_state(directory: str | Path = ".") -> dict[str, Any] | None:
     if commit is None:
         return None
     changes = git("status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+    state: dict[str, Any] = {"commit": commit, "dirty": None if changes is None else bool(changes)}
+    if changes and (diff := git("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--binary")) is not None:
+        state["diff_sha256"] = hashlib.sha256(diff.encode()).hexdigest()
+    return state
+
+
+def custom_code(config: dict[str, Any]) -> dict[str, str]:
+    """Returns the SHA-256 of the source files of a config's custom classes and functions, by `module:Name`."""
+    found = {}
+    for value in flat(config).values():
+        module = sys.modules.get(value.partition(":")[0]) if isinstance(value, str) and ":" in value else None
+        if (file := getattr(module, "__file__", None)) is not None:
+            with contextlib.suppress(OSError):
+                found[value] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return found
 
 
 def hardware() -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""`weft reproduce`: repeats steps of a run, and compares each with what the run recorded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.cli.on_ranks import add_run_arguments, run_on_ranks
+from weft.errors import UserError
+
+if TYPE_CHECKING:
+    from weft.config.run import RunConfig
+    from weft.train.stop import Outcome
+
+HELP = "repeat steps of a run, and compare each loss with the recorded one, bit by bit"
+GROUP = "train"
+CONFIG = "config.yaml"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Trains again with RUN/config.yaml, in a new run directory, and compares the loss and the gradient norm of\n"
+        "each logged step with RUN/metrics.jsonl, bit by bit. Ends at the first difference, and prints what differs\n"
+        "between the two sessions: config, data, code, mesh, threads, versions, hardware. RUN is not changed, and no\n"
+        "checkpoint is saved. The result is also in reproduce.json of the new directory."
+    )
+    parser.epilog = (
+        "examples:\n"
+        "  weft reproduce runs/run --steps 20\n"
+        "  weft reproduce runs/run --from 1000 --steps 50     from the checkpoint of step 1000 on\n"
+        "  weft reproduce runs/run training.threads=1         does the number of threads explain a difference?\n\n"
+        "exit codes:\n"
+        "  0    all compared steps are equal\n"
+        "  1    a step differs\n"
+        "  2    the run cannot be repeated: no such run, step or checkpoint, or an error in the input"
+    )
+    add_run_arguments(parser)
+    parser.add_argument("--steps", type=int, metavar="N", help="number of steps to repeat (default: all logged steps)")
+    parser.add_argument(
+        "--from", dest="first", type=int, default=0, metavar="STEP", help="begin with the checkpoint of this step"
+    )
+    parser.add_argument("--out", metavar="DIR", help="the new run directory (default: RUN/reproduce-N)")
+    for action in parser._actions:
+        if action.dest == "file":
+            action.metavar, action.help = "RUN", "the directory of the run to repeat"
+        if action.dest == "nproc":
+            action.help = "number of local processes (default: as in the run)"
+
+
+def run(args: argparse.Namespace) -> int:
+    from weft.observe.manifest import read_manifest
+
+    for option, value, least in (("--steps", args.steps, 1), ("--from", args.first, 0)):
+        if value is not None and value < least:
+            raise UserError(f"{option} {value}: use a number of at least {least}")
+    run = Path(args.file)
+    run = run.parent if run.name == CONFIG else run  # local processes get the file
+    if "RANK" in os.environ and args.out is None:
+        raise UserError("several processes need the same new directory; give --out")
+    manifest = read_manifest(run)
+    if not manifest or not (run / CONFIG).is_file():
+        raise UserError(f"not a run directory: it needs manifest.json and {CONFIG}; give the directory of a run", run)
+    if args.nproc is None and "RANK" not in os.environ:
+        args.nproc = manifest.get("ranks", 1)
+    from weft.train.reproduce import Recorded, default_out, make_directory, read_recorded
+
+    recorded: Recorded = read_recorded(run, args.first, args.steps)
+    out = Path(args.out) if args.out is not None else default_out(run)
+    args.file = str(run / CONFIG)
+    quoted = json.dumps({"name": out.name, "directory": str(out.parent)}, ensure_ascii=False)
+    args.overrides = [*args.overrides, f"run={quoted}", "log.trackers=[]", "samples.prompts=[]"]
+
+    def prepare(config: RunConfig) -> tuple[Path, list[str]]:
+        make_directory(recorded, out)
+        steps = [] if args.steps is None else ["--steps", str(args.steps)]
+        return out, ["--from", str(args.first), *steps, "--out", str(out)]
+
+    def act(config: RunConfig) -> Outcome:
+        from weft.train.reproduce import ReproducingTrainer
+
+        if os.environ.get("RANK", "0") == "0" and not out.is_dir():  # under torchrun
+            make_directory(recorded, out)
+        return ReproducingTrainer(config, recorded).fit()
+
+    return run_on_ranks(args, "reproduce", act, prepare)
