@@ -122,8 +122,8 @@ def hidden_folder(out: Path, mark: str = "") -> Iterator[Path]:
         os.close(lock)
 
 
-def lock_exclusively(descriptor: int, what: str, where: Path) -> None:
-    """Locks an open file or folder until its descriptor is closed. Does nothing on a file system without locks.
+def lock_exclusively(descriptor: int, what: str, where: Path) -> bool:
+    """Locks an open file or folder until its descriptor is closed. Returns False on a file system without locks.
 
     Raises:
         UserError: another process has the lock. The message is the path `where`, followed by the text `what`.
@@ -133,7 +133,8 @@ def lock_exclusively(descriptor: int, what: str, where: Path) -> None:
     except BlockingIOError:
         raise UserError(what, where) from None
     except OSError:
-        pass  # a network file system without locks
+        return False  # a network file system without locks
+    return True
 
 
 @contextmanager

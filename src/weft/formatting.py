@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -154,3 +155,40 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {prefix: tree}
     return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}
+
+
+_SECRET = re.compile(r"(^|[._-])(api[_-]?key|access[_-]?key|token|secret|password|passwd|credentials?)$", re.I)
+_LOGIN = re.compile(r"(://[^/@:\s]*):[^/@\s]+@")
+
+
+def is_secret(name: str) -> bool:
+    """Whether the name of an option, key or environment variable says that its value is a secret."""
+    return _SECRET.search(name) is not None
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Returns the words of a command line with `***` in place of secrets.
+
+    Secrets are the values of options and keys such as `--api-key` and `password=`, and passwords in URLs.
+    """
+    shown: list[str] = []
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        before = words[number - 1] if number else ""
+        if before.startswith("--") and "=" not in before and is_secret(before):
+            word = "***"
+        elif equals and value and is_secret(name):
+            word = f"{name}=***"
+        shown.append(_LOGIN.sub(r"\1:***@", word))
+    return shown
+
+
+def masked(tree: Any, name: str = "") -> Any:
+    """Returns plain data with `***` in place of secrets: texts whose key is that of a secret, and passwords in URLs."""
+    if isinstance(tree, dict):
+        return {key: masked(value, str(key)) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [masked(value, name) for value in tree]
+    if not isinstance(tree, str):
+        return tree
+    return "***" if is_secret(name) else _LOGIN.sub(r"\1:***@", tree)

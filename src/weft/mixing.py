@@ -153,8 +153,8 @@ def find_empty_share(stages: Sequence[Stage], block: int) -> tuple[int, int, str
         counts = largest_remainders(block, stage.weights)
         for source, (weight, count) in enumerate(zip(stage.weights, counts, strict=True)):
             if weight > 0 and count == 0:
-                share = float(weight / sum(stage.weights))
-                problem = f"a share of {share:.2g}, less than 1 sequence in each block of {block:,} sequences"
+                share = weight / sum(stage.weights)  # a fraction: as a float, it can be too small to divide by
+                problem = f"a share of {float(share):.2g}, less than 1 sequence in each block of {block:,} sequences"
                 remedy = f"raise its weight, or set data.mixture_block above {int(1 / share):,}"
                 return number, source, f"{problem}; {remedy}"
     return None

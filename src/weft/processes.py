@@ -95,3 +95,23 @@ def signal_handler(handler: Callable[[int, Any], None], *numbers: int) -> Iterat
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+def boot_id() -> str:
+    """Returns an id of this host's last start; "" if unknown. Process ids of another start mean nothing."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def process_exists(pid: int) -> bool:
+    """Whether a process of this host exists, of any user."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

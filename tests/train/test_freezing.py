@@ -67,10 +67,10 @@ def test_frozen_parameters_stay_and_have_no_state_and_a_run_goes_on_to_the_bit(w
     assert_same_weights(run, tmp_path / "runs" / "broken")
     # What is trained later begins anew; what has been trained cannot be frozen in the same run.
     run = tmp_path / "runs" / "broken"
-    assert train(broken, "training.steps=4", "training.freeze=[embed_tokens]") == 0
+    assert train(broken, "training.steps=4", "training.freeze=[embed_tokens]", "--accept-changes") == 0
     assert all(distance.any() != ("embed" in name) for name, distance in moved(broken, run).items())
     capsys.readouterr()
-    assert train(broken, "training.steps=5", "training.freeze=[lm_head]") == 2
+    assert train(broken, "training.steps=5", "training.freeze=[lm_head]", "--accept-changes") == 2
     assert "lm_head.weight has optimizer state in the checkpoint, but this run does not" in capsys.readouterr().err
 
 
@@ -126,7 +126,8 @@ def test_learning_rates_by_layer_and_by_name(write, tmp_path, optimizer):
     assert line["lr"] == metrics(tmp_path / "runs" / "plain")[0]["lr"] == 1e-3
 
     # A resumed run has the new factors.
-    assert train(scaled, "training.steps=2", "optimizer.layer_decay=1", "optimizer.lr_multipliers={norm: 2}") == 0
+    changes = ("optimizer.layer_decay=1", "optimizer.lr_multipliers={norm: 2}", "--accept-changes")
+    assert train(scaled, "training.steps=2", *changes) == 0
     last, base = metrics(tmp_path / "runs" / "scaled")[1], 1e-3 if optimizer == "adamw" else 3e-3
     rates = [value for key, value in last.items() if key.startswith("lr/norm")]
     assert sorted(rates) == pytest.approx([2 * base, 3 * base])  # the final norm's, and the layers' as before

@@ -137,7 +137,7 @@ def test_a_teacher_has_an_architecture_of_its_own_and_is_the_same_after_a_resume
     capsys.readouterr()
     assert train(file, "training.steps=3") == 2
     refused(capsys, "objective.source: this is not the frozen model", recorded["digest"][:12], recorded["path"])
-    assert train(file, "training.steps=3", "objective.source=start", "run.seed=9") == 2
+    assert train(file, "training.steps=3", "objective.source=start", "run.seed=9", "--accept-changes") == 2
     refused(capsys, "run.seed: this is not the frozen model with which the run started")
 
 
@@ -172,5 +172,5 @@ def test_mistakes_are_one_line(write, tmp_path, tiny_tokenizer, capsys):
     start, adapter = {"from": str(tmp_path / "other")}, {"r": 2}
     assert train(write("changed", start, adapter, steps=1, source=None)) == 0
     capsys.readouterr()
-    assert train(write("changed", start, adapter, steps=2)) == 2
+    assert train(write("changed", start, adapter, steps=2), "--accept-changes") == 2
     refused(capsys, "the adapter at the start of the run, which the checkpoint does not have", "adapter.from")

@@ -161,7 +161,7 @@ def test_an_adapter_is_no_model_and_its_settings_stay(write, tmp_path, capsys):
     file = write("lora")
     assert train(file, "training.steps=1") == 0
     for override, message in (("adapter.alpha=16.0", "adapter.alpha: 16.0, but"), ("adapter=null", "only an adapter")):
-        assert train(file, override) == 2
+        assert train(file, override, "--accept-changes") == 2
         assert message in capsys.readouterr().err
     assert train(file, "run.name=other", f"model.from={tmp_path / 'runs' / 'lora'}") == 2
     assert "weft merge" in capsys.readouterr().err

@@ -85,7 +85,14 @@ def test_what_changed_since_the_run_last_trained_is_told_and_a_finished_run_is_l
     changed = ("run.seed=9", "data.sequence_length=32", "data.workers=1", "optimizer.lr=1e-3")
     changed_tokenizer = shutil.copytree(tiny_tokenizer, tmp_path / "changed")
     (changed_tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert train(file, "training.steps=3", f"tokenizer={changed_tokenizer}", *changed) == 0
+    longer = ("training.steps=3", f"tokenizer={changed_tokenizer}", *changed)
+    assert train(file, *longer) == 2
+    said = capsys.readouterr().err
+    assert "optimizer.lr: 0.003 -> 0.001" in said
+    assert "(data.sequence_length, optimizer.lr, run.seed)" in said
+    assert "--accept-changes" in said
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+    assert train(file, *longer, "--accept-changes") == 0
     assert (run / "tokenizer" / "chat_template.jinja").exists()  # the run's copy is what generates and evaluates
     said = capsys.readouterr().err
     for words in ("run.seed: 7 -> 9", "data.sequence_length: 64 -> 32", "optimizer.lr: 0.003 -> 0.001"):

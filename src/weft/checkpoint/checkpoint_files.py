@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.config.adapter import RECORD as ADAPTER  # noqa: F401 (one of the names of files below)
-from weft.files import remove
+from weft.errors import UserError
+from weft.files import read_json, remove
 from weft.processes import usable_cores
 
 FOLDER = "checkpoints"
@@ -166,11 +167,41 @@ def read_checksums(directory: Path) -> dict[str, Digest] | Damage:
     return digests
 
 
+def read_index(directory: Path) -> dict[str, Any]:
+    """Returns the content of index.json: the tensors of a checkpoint, and the files in which they are.
+
+    Raises:
+        UserError: the file cannot be read, has another form, or lists a file outside the checkpoint.
+    """
+    path = directory / INDEX
+    index = read_json(path)
+    try:
+        for file in index["files"]:
+            if os.path.basename(file) != file:
+                raise UserError(f"the index lists {file!r}, which is outside the checkpoint; do not use it", path)
+        for entry in index["tensors"].values():
+            numbers = [*entry["shape"]]
+            for number, offset, shape in entry["pieces"]:
+                numbers += [*offset, *shape]
+                if not len(offset) == len(shape) == len(entry["shape"]):
+                    raise ValueError
+                index["files"][number]
+            if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(
+                entry["dtype"], str
+            ):
+                raise ValueError
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        raise UserError("not the index of a checkpoint; restore the checkpoint from a copy", path) from None
+    return index
+
+
 _verified: set[tuple] = set()  # os.stat() values of verified files, so that one process does not hash a file twice
 
 
 def _check(path: Path, digest: Digest, contents: bool) -> Damage | None:
     try:
+        if path.is_symlink() and os.path.dirname(os.path.realpath(path)) != os.path.realpath(path.parent):
+            return Damage(path, "the file is a symbolic link that leaves the checkpoint")
         stat = path.stat()
         if stat.st_size != digest.bytes:
             return Damage(path, f"the file has {stat.st_size:,} bytes instead of {digest.bytes:,}")

@@ -30,6 +30,7 @@ from weft.checkpoint.tensors import (
 )
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
+from weft.config.trust import raise_unless_trusted
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
 from weft.files import read_json
@@ -140,13 +141,10 @@ def tokenizer_folder(checkpoint: Path) -> Path | None:
 
 
 def architecture(checkpoint: Path) -> ModelSection | TransformersModelSection | CustomModelSection:
-    """Returns the `model` section (of a config) that describes the model of a checkpoint.
-
-    Args:
-        checkpoint: a path that `resolve` returned.
+    """Returns the `model` section (of a config) of a checkpoint that `resolve` returned.
 
     Raises:
-        UserError: the section is invalid.
+        UserError: the section is invalid, or names custom code that is not trusted (`weft.config.trust`).
     """
     if is_huggingface(checkpoint):
         return section_of(checkpoint)
@@ -156,13 +154,15 @@ def architecture(checkpoint: Path) -> ModelSection | TransformersModelSection | 
         content = {key: value for key, value in content.items() if key not in ("from", "from_", "load_optimizer")}
         section = CustomModelSection if ":" in content.get("type", "") else ModelSection
         section = TransformersModelSection if content.get("type") == "hf" else section
-        return section.model_validate(content)
+        found = section.model_validate(content)
     except (ValidationError, AttributeError, TypeError) as error:
         detail = " ".join(str(error).splitlines()[1:3]) or error
         raise UserError(
             f"this model section is not valid in this version of Weft ({detail}); use the version that saved it",
             checkpoint / files.MODEL,
         ) from error
+    raise_unless_trusted({"model": content}, checkpoint / files.MODEL)
+    return found
 
 
 def load(
@@ -197,7 +197,7 @@ def load(
     if folder is not None:
         return fill(folder, model, select)
     _verify_on_all_ranks(checkpoint)
-    index = ranks.agree(lambda: read_json(checkpoint / files.INDEX))
+    index = ranks.agree(lambda: files.read_index(checkpoint))
     targets: dict[str, Tensor] = {}
     copies = _match_model(checkpoint, model, index, targets, select or (lambda _: True))
     states = _match_optimizer(checkpoint, model, optimizer, index, targets) if optimizer is not None else []

@@ -20,7 +20,6 @@ from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
-from weft.files import read_json
 from weft.models.huggingface_weights import Transform, invert
 
 
@@ -147,7 +146,7 @@ def _converted(folder: HuggingFaceFolder, name: str) -> SavedTensor:
 
 def checkpoint_tensors(checkpoint: Path, prefix: str = MODEL_PREFIX) -> Iterator[tuple[str, SavedTensor]]:
     """Yields the tensors of a checkpoint whose names begin with `prefix`, by the rest of the name."""
-    index = read_json(checkpoint / files.INDEX)
+    index = files.read_index(checkpoint)
     for name, entry in index["tensors"].items():
         if not name.startswith(prefix):
             continue

@@ -63,6 +63,10 @@ def run(args: argparse.Namespace) -> int:
     manifest = read_manifest(run)
     if not manifest or not (run / CONFIG).is_file():
         raise UserError(f"not a run directory: it needs manifest.json and {CONFIG}; give the directory of a run", run)
+    from weft.config.dump import read_saved
+    from weft.config.trust import raise_unless_trusted
+
+    raise_unless_trusted(read_saved(run / CONFIG), run / CONFIG)
     if args.nproc is None and "RANK" not in os.environ:
         args.nproc = manifest.get("ranks", 1)
     from weft.train.reproduce import Recorded, default_out, make_directory, read_recorded

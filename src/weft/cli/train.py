@@ -66,10 +66,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="count only the restarts of the last SECONDS for --max-restarts (default: all restarts)",
     )
+    parser.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="resume although changes of config or data alter the training; manifest.json records them",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read every byte of the token stores first (default: sizes and a sample)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    options = ["--fresh"] * args.fresh + ["--from-last-good"] * args.from_last_good
+    flags = {"--fresh": args.fresh, "--from-last-good": args.from_last_good, "--accept-changes": args.accept_changes}
+    flags["--verify"] = args.verify
+    options = [flag for flag, given in flags.items() if given]
 
     def prepare(config: RunConfig) -> tuple[Path, list[str]]:
         return config.run_directory, options
@@ -104,4 +114,5 @@ def fit(config: RunConfig, args: argparse.Namespace) -> Outcome:
 
     if config.training.hang_timeout is not None and not status.connected() and os.environ.get("RANK", "0") == "0":
         Console().warning("training.hang_timeout has no effect under torchrun; use the time-outs of the process group")
-    return Trainer(config, fresh=args.fresh, from_last_good=args.from_last_good).fit()
+    options = {"from_last_good": args.from_last_good, "accept_changes": args.accept_changes, "verify": args.verify}
+    return Trainer(config, fresh=args.fresh, **options).fit()

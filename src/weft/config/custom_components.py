@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
 
 from weft.config.components import find_component
 from weft.config.draft import Draft
@@ -75,3 +76,22 @@ def _check_attention(draft: Draft) -> None:
     if chosen == "flex" and draft.get("model.attention_dropout"):
         what = f"flex attention does not support dropout; remove the key, or set {key}: sdpa"
         draft.report("model.attention_dropout", what, key)
+
+
+def custom_types(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yields (key, type) of every custom component in a config: `type: module:Class`, or a component of the model.
+
+    Args:
+        tree: the config as plain data, or a section of it.
+        key: dotted key of `tree`; "" for the full config.
+    """
+    if isinstance(tree, Mapping):
+        if ":" in str(tree.get("type", "")):
+            yield key, tree["type"]
+        for name, value in tree.items():
+            if key == "model" and name in CUSTOM_COMPONENT_KEYS and ":" in str(value):
+                yield f"model.{name}", value
+            yield from custom_types(value, f"{key}.{name}" if key else name)
+    elif isinstance(tree, list | tuple):
+        for number, value in enumerate(tree):
+            yield from custom_types(value, f"{key}[{number}]")

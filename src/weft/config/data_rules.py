@@ -233,7 +233,7 @@ def run_steps(draft: Draft, samples: int | None = None) -> int | None:
             not known.
     """
     sequences = sequences_per_step(draft)
-    if sequences is None:
-        return draft.get("training.steps") if generates(draft) else None
+    if not sequences:  # not known, or a batch of less than a sequence, which is reported elsewhere
+        return draft.get("training.steps") if generates(draft) or sequences == 0 else None
     training = partial_section(TrainingSection, draft.get, "training")
     return count_steps(training, sequences, draft.get("data.sequence_length"), samples)

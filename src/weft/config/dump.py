@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +17,11 @@ from weft.config.suggest import RENAMED
 from weft.config.tree import read_file, without_variables
 from weft.errors import ConfigError, Problem, UserError
 from weft.families import presets
+from weft.formatting import is_secret
 
 _PLAIN = re.compile(r"[A-Za-z][\w./-]*( [\w./-]+)*")
 _COMMENT_COLUMN = 60
+SECRET_LENGTH = 6  # a shorter value of a variable such as MY_TOKEN is no secret
 
 
 def dump_yaml(config: RunConfig, *, origins: bool = False) -> str:
@@ -84,6 +87,9 @@ def _spell(value: Any) -> str:
         return f"[{', '.join(map(_spell, value))}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_spell(str(key))}: {_spell(item)}" for key, item in value.items()) + "}"
+    for name, secret in os.environ.items():  # not written to files: it is read from the environment again
+        if secret == value and len(secret) >= SECRET_LENGTH and is_secret(name):
+            return f'"${{{name}}}"'
     text = without_variables(str(value))
     plain = _PLAIN.fullmatch(text) and text.lower() not in ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
     # YAML has JSON's escapes, except surrogate pairs: so characters are not escaped if they are printable.

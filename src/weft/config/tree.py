@@ -100,7 +100,7 @@ def read_file(path: Path, label: str, problems: list[Problem], asked: Problem | 
     except OSError as error:
         if isinstance(error, FileNotFoundError):
             what = f"no such file{_similar(path, asked.file if asked else None)}"
-        elif path.is_dir():
+        elif isinstance(error, IsADirectoryError):
             what = f"a directory, not a file; name a YAML file{_similar(path / 'run.yaml')}"
         else:
             what = f"cannot be read: {error.strerror}; check the path and its permissions"

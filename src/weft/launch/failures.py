@@ -17,14 +17,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from weft.config.custom_components import CUSTOM_COMPONENT_KEYS
+from weft.config.custom_components import custom_types
 from weft.errors import UserError, describe_user_exception, reported_elsewhere, user_frames
 from weft.formatting import byte_size
 from weft.observe import status
@@ -291,7 +291,7 @@ def _component_of(frames: list[FrameType], config: Mapping[str, Any]) -> str:
     Args:
         frames: the frames in custom code, innermost first.
     """
-    components = list(_custom_types(config))
+    components = list(custom_types(config))
     for frame in frames:
         module, name = frame.f_globals.get("__name__"), frame.f_code.co_qualname.partition(".")[0]
         here = [(type_, key) for key, type_ in components if type_.partition(":")[0] == module]
@@ -299,22 +299,3 @@ def _component_of(frames: list[FrameType], config: Mapping[str, Any]) -> str:
             type_, key = min(here, key=lambda component: component[0].partition(":")[2] != name)
             return f" (in {type_}, {key})"
     return ""
-
-
-def _custom_types(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (key, type) of every custom component in a config: `type: module:Class`, or a component of the model.
-
-    Args:
-        tree: the config as plain data, or a section of it.
-        key: dotted key of `tree`; "" for the full config.
-    """
-    if isinstance(tree, Mapping):
-        if ":" in str(tree.get("type", "")):
-            yield key, tree["type"]
-        for name, value in tree.items():
-            if key == "model" and name in CUSTOM_COMPONENT_KEYS and ":" in str(value):
-                yield f"model.{name}", value
-            yield from _custom_types(value, f"{key}.{name}" if key else name)
-    elif isinstance(tree, list | tuple):
-        for number, value in enumerate(tree):
-            yield from _custom_types(value, f"{key}[{number}]")

@@ -19,7 +19,7 @@ from typing import Any
 import weft
 from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
-from weft.formatting import flat
+from weft.formatting import flat, without_secrets
 from weft.processes import usable_cores
 
 MANIFEST = "manifest.json"
@@ -46,7 +46,7 @@ def write_manifest(run_directory: str | Path, config: Any, *, resumed_step: int 
     run, training = config["run"], config.get("training", {})
     sessions = read_manifest(run_directory).get("sessions", [])
     current = {
-        "command": shlex.join([Path(sys.argv[0]).name or "python", *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name or "python", *without_secrets(sys.argv[1:])]),
         "working_directory": os.getcwd(),
         "git": git_state(),
         "code": custom_code(config),

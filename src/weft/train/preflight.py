@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ import weft
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.config.transformers_model import TransformersModelSection, notices
+from weft.data.stores.operations.verify import verify as verify_store
 from weft.data.stores.store import TokenStore
+from weft.data.stores.store_json import sample_digest
 from weft.errors import UserError
 from weft.formatting import flat
 from weft.headers import read_tokenizer_header
@@ -68,8 +71,46 @@ def _digest(read: Callable[[], str]) -> str:
         return str(error)
 
 
+def check_run(job: Job, *, verify: bool) -> None:
+    """Checks the token stores and the decoder of a run before it is built. All ranks call it.
+
+    Args:
+        verify: whether every byte of the stores is read.
+    """
+    check_stores(job, complete=verify)
+    check_decoder(job)
+
+
+def check_stores(job: Job, *, complete: bool) -> None:
+    """Compares the token stores of a run with the digests in their `store.json`, on the first rank. All ranks call it.
+
+    Args:
+        complete: whether every byte is read, as `weft data verify` does; otherwise blocks of each file.
+
+    Raises:
+        UserError: a store is damaged.
+    """
+
+    def check() -> None:
+        stores = job.config.data.stores | job.config.data.held_out_stores
+        for path in dict.fromkeys(stores.values()):
+            if complete:
+                if problems := verify_store(path, job.console):
+                    raise UserError(f"damaged token store: {problems[0]}; restore it from a copy, or pack it again")
+                continue
+            expected = TokenStore(path).info.sample_sha256
+            if expected is not None and sample_digest(Path(path)) != expected:
+                raise UserError(
+                    "damaged token store: blocks of its files differ from what was written; `weft data verify` "
+                    "shows where; restore it from a copy, or pack it again",
+                    path,
+                )
+
+    job.world.agree(check, only_first=True)
+
+
 def check_decoder(job: Job) -> None:
-    """Checks that this device supports the attention implementation, and tries each custom component.
+    """Checks that this device supports the attention implementation, and tries each custom component of the decoder.
 
     Raises:
         UserError: flash-attn does not work here, or the decoder cannot use the result of a custom component.

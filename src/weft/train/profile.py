@@ -30,21 +30,11 @@ from weft.parallel.world import World
 from weft.train.capture import ProfilingRecorder, Request
 from weft.train.loop import Loop
 from weft.train.run_directory import RunDirectory
-from weft.train.saving import Saver
+from weft.train.saving import NoSaver
 from weft.train.stop import Outcome, StopRequest
 from weft.train.trainer import Trainer
 
 KEPT_OPERATORS = 50  # number of operators that profile.json lists for each rank
-
-
-class NoSaver(Saver):
-    """Saves nothing: a profile has no checkpoint, even after a signal or a non-finite loss."""
-
-    def begin(self, step: int) -> None:
-        """Makes no folder."""
-
-    def save(self, step: int, local: Path | None = None) -> None:
-        """Does nothing."""
 
 
 class ProfiledLoop(Loop):

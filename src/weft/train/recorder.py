@@ -21,12 +21,12 @@ from weft.config.transformers_model import TransformersModelSection
 from weft.data.batches.batch import Batch
 from weft.data.batches.loader import ValidationBatches
 from weft.data.batches.mixture_plan import MixturePlan
-from weft.formatting import amount, counted, duration
+from weft.formatting import amount, counted, duration, masked
 from weft.models.build import frozen_matmul_parameters, matmul_parameters, parameter_size
 from weft.observe.flop_count import flops_per_token
 from weft.observe.flops import device_peak, memory_bytes, memory_kind, total_peak
 from weft.observe.logs import log_to_file
-from weft.observe.manifest import end_session, read_manifest, write_manifest
+from weft.observe.manifest import end_session, write_manifest
 from weft.observe.metrics import JsonLines, MetricsFile, SamplesFile
 from weft.observe.progress import SilentProgress
 from weft.observe.report import build_report
@@ -113,12 +113,11 @@ class Recorder:
         for file in (self.metrics, self.written_samples):
             file.keep_until(step)
         self._warn_of_missing_metrics(step)
-        self._warn_of_changed_data(step, facts["data_digests"])
-        info = RunInfo(path, path.name, config.as_dict(), step or None)
+        info = RunInfo(path, path.name, masked(config.as_dict()), step or None)
         self.tracking = Tracking(config.log.trackers, info, self.console)
         self.closed_at_end.append(self.tracking)
         write_example(self.job)
-        write_manifest(path, config.as_dict(), **facts)
+        write_manifest(path, config.as_dict(), **facts, changes=self.job.changes)
 
     def close(self) -> None:
         """Closes the files and the trackers."""
@@ -135,18 +134,6 @@ class Recorder:
                 f"{self.metrics.path} {ends}, but the run resumes after step {step:,}: the report lacks the metrics of "
                 "the steps in between; to keep these metrics, stop the run and restore the file from a copy"
             )
-
-    def _warn_of_changed_data(self, step: int, digests: dict[str, str]) -> None:
-        """Warns if the content of a token store or of raw data is not that of the session before."""
-        if not step or any(key.startswith("data.") for key in self.job.run.changes(self.config)):
-            return  # a new run, or one whose changed keys are reported
-        before = read_manifest(self.job.run.path).get("data_digests", {})
-        for name, digest in digests.items():
-            if (old := before.get(name, digest)) != digest:
-                what = f"data.{name.replace('/', ': ')} changed since the run last trained"
-                if name.startswith("train"):
-                    what += ": from now on, samples can be repeated or skipped; use --fresh to start over"
-                self.console.warning(f"{what} (digest {old[:12]} -> {digest[:12]})")
 
     def _introduce(self, parameters: int, trained: int, step: int, plan: MixturePlan | None) -> None:
         training, length = self.config.training, self.length
@@ -165,7 +152,7 @@ class Recorder:
         if not step:
             return
         self.console.line(f"resumes after step {step:,}")
-        changes = self.job.run.changes(self.config)
+        changes = self.job.changes
         for key, (before, now) in changes.items():
             self.console.warning(f"changed since the run last trained: {key}: {before} -> {now}")
         if keys := [key for key in changes if reorders(key)]:

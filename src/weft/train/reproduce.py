@@ -21,6 +21,7 @@ from weft.formatting import counted, first_few, flat
 from weft.observe.manifest import MANIFEST, read_manifest
 from weft.observe.metrics import METRICS, read_lines
 from weft.train.loop import Loop
+from weft.train.saving import NoSaver
 from weft.train.stop import Outcome, StopRequest
 from weft.train.trainer import Trainer
 
@@ -125,11 +126,9 @@ class ReproducingLoop(Loop):
     It saves no checkpoints.
     """
 
+    new_saver = NoSaver
     recorded: Recorded
     difference: dict[str, Any] | None = None
-
-    def save(self, step: int) -> None:
-        """Does nothing: the repetition of a run keeps no checkpoints."""
 
     def run(self, step: int, stop: StopRequest | None = None) -> Outcome:
         """Repeats the steps. The status of the outcome is "equal" or "differs", if no signal stopped the steps."""

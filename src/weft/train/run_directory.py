@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import socket
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,8 @@ from weft.errors import UserError
 from weft.files import hidden_folder, lock_exclusively, publish, replace_file, report_write_errors
 from weft.formatting import counted, flat
 from weft.headers import read_store_header
-from weft.observe.manifest import read_manifest
+from weft.observe.manifest import now, read_manifest
+from weft.processes import boot_id, process_exists
 
 # Keys that do not affect results: a resumed run can change them without a warning.
 SILENT = (
@@ -37,7 +42,24 @@ SILENT = (
     "training.determinism",
     "training.hang_timeout",
 )
+RECENT = 60.0  # seconds
 LOSSY = "parallel.compress"
+# Keys that change how the same training is computed, what is measured, and paths whose content is checked elsewhere. A
+# change is reported, and needs no acceptance.
+SAME_TRAINING = (
+    "validation.",
+    "data.validation",
+    "training.compile",
+    "training.micro_batch_size",
+    "training.activation_checkpointing",
+    "model.attention_implementation",
+    "model.from",
+    "adapter.from",
+    "tokenizer",
+)
+# Keys without meaning in a session whose batches the user's own loop passes.
+OF_READ_BATCHES = ("data.train", "data.length_warmup", "training.batch_tokens")
+LENGTH = ("training.steps", "training.tokens", "training.epochs")
 # Keys that decide which samples a step takes. After a change the new order continues at the same step.
 ORDER, NO_ORDER = ("run.seed", "data.", "training.batch_tokens"), ("data.validation", "data.document_attention")
 
@@ -56,21 +78,54 @@ def claim(path: Path, *, fresh: bool) -> int:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise UserError(f"the run directory cannot be created: {error.strerror}; set run.directory", path) from None
+    owner = _read_owner(lock)
+    who = f" (process {owner['pid']} on {owner['host']}, since {owner['since']})" if owner else ""
+    busy = f"another process{who} is training in this run directory; wait for it, or give this run another run.name"
     try:
-        lock_exclusively(
-            lock,
-            "another process is training in this run directory; wait for it, or give this run another run.name",
-            path,
-        )
+        if not lock_exclusively(lock, busy, path) and owner and _may_be_running(owner, path):
+            raise UserError(busy, path)
     except UserError:
         os.close(lock)
         raise
+    content = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "boot": boot_id(), "since": now()}).encode()
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, content, 0)
     if fresh:
         set_aside(path)
     return lock
+
+
+def _read_owner(lock: int) -> dict[str, Any] | None:
+    """Returns who last locked a run directory: `host`, `pid`, `boot` and `since`; None if nobody is recorded."""
+    with suppress(OSError, ValueError):
+        owner = json.loads(os.pread(lock, 4096, 0))
+        if isinstance(owner, dict) and isinstance(owner.get("pid"), int) and {"host", "boot", "since"} <= owner.keys():
+            return owner
+    return None
+
+
+def _may_be_running(owner: Mapping[str, Any], path: Path) -> bool:
+    """Whether the recorded owner of a run directory may still train, on a file system that has no locks.
+
+    On this host, its process must exist. On another host, it must have written to the run in the last minute.
+    """
+    if owner["host"] == socket.gethostname():
+        return owner["boot"] == boot_id() and owner["pid"] != os.getpid() and process_exists(owner["pid"])
+    written = [file.stat().st_mtime for file in (path / "metrics.jsonl", *path.glob("logs/*")) if file.is_file()]
+    return time.time() - max(written, default=0.0) < RECENT
+
+
+def warn_of_other_writers(path: Path) -> str | None:
+    """Returns a warning if other users own or can change a run directory, from which a run reads its checkpoints."""
+    found = path.stat()
+    if found.st_uid != os.getuid():
+        return f"{path} belongs to another user (uid {found.st_uid}), who can change the checkpoints of this run"
+    if found.st_mode & 0o002:
+        return f"{path} can be changed by all users of this host; protect it: chmod o-w {path}"
+    return None
 
 
 def set_aside(path: Path) -> None:
@@ -135,6 +190,7 @@ class RunDirectory:
         """Unlocks the directory, and removes the directory if it is empty."""
         if self.lock is not None:
             with suppress(OSError):
+                os.ftruncate(self.lock, 0)
                 if [entry.name for entry in self.path.iterdir()] == [".lock"]:
                     (self.path / ".lock").unlink()
                     self.path.rmdir()
@@ -148,20 +204,67 @@ class RunDirectory:
             return config
         return config.model_copy(update={"training": training.model_copy(update={"dtype": before})})
 
-    def changes(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    def changes(self, config: RunConfig, digests: Mapping[str, str] | None = None) -> dict[str, tuple[Any, Any]]:
         """Finds the config keys that affect results and whose values changed since the last session.
 
+        Args:
+            digests: digests of the data, by the names of `Data.digests`. With them, data are compared by content, not
+                by path.
+
         Returns:
-            Key -> (old value, new value).
+            Key -> (old value, new value). The key of data with another content is such as `data.train/NAME (content)`.
         """
         if self.saved is None:
             return {}
         before, now = flat(self.saved), flat(config.as_dict())
-        return {
+        # A key that the saved config lacks is null, or newer than the version that saved the config.
+        new = {key for key in now.keys() - before.keys() if config.origins.get(key, "default") == "default"}
+        new |= {
+            key for key in before.keys() | now.keys() if config.data.train is None and key.startswith(OF_READ_BATCHES)
+        }
+        found = {
             key: (before.get(key), now.get(key))
-            for key in sorted(before.keys() | now.keys())
+            for key in sorted((before.keys() | now.keys()) - new)
             if before.get(key) != now.get(key) and (key.startswith(LOSSY) or not key.startswith(SILENT))
         }
+        old = read_manifest(self.path).get("data_digests", {}) if digests else {}
+        for name, digest in (digests or {}).items():
+            key = f"data.{name.partition('/')[0]}"
+            if old.get(name) == digest:
+                if isinstance(now.get(key), str):  # the same content in another place
+                    found.pop(key, None)
+            elif name in old and key not in found:
+                found[f"data.{name} (content)"] = old[name][:12], digest[:12]
+        return found
+
+    def raise_unless_accepted(self, changes: Mapping[str, Any], step: int, accepted: bool, say: Any) -> None:
+        """Refuses a resumed run whose training would change, unless the user accepts the changes.
+
+        A finished run may become longer.
+
+        Args:
+            changes: the result of `changes`.
+            step: number of updates of earlier sessions.
+            accepted: whether the user accepts changes.
+            say: function that prints a line about each change, before the error.
+
+        Raises:
+            UserError: a change alters the training, and `accepted` is false.
+        """
+        finished = read_manifest(self.path).get("steps") == step
+        altering = [
+            key for key in changes if not key.startswith(SAME_TRAINING) and not (finished and key.startswith(LENGTH))
+        ]
+        if accepted or not altering:
+            return
+        for key in altering:
+            say(f"changed since the run last trained: {key}: {changes[key][0]} -> {changes[key][1]}")
+        raise UserError(
+            f"{counted(len(altering), 'change')} of config or data since step {step:,} would alter the training "
+            f"({', '.join(altering)}); restore the old values, or use --accept-changes to continue with the new ones, "
+            "or --fresh to start over",
+            self.path,
+        )
 
     def nothing_to_do(self, step: int, steps: int) -> str:
         """Returns the message for a run that has already made all its steps.

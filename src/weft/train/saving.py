@@ -186,3 +186,13 @@ class Saver:
             **({"frozen_models": loop.frozen.records} if loop.frozen.records else {}),
             **({"callbacks": callbacks, "validated": not pending} if loop.callbacks.found else {}),
         }
+
+
+class NoSaver(Saver):
+    """Saves nothing: a profile or a repetition has no checkpoint, even after a signal or a non-finite loss."""
+
+    def begin(self, step: int) -> None:
+        """Makes no folder."""
+
+    def save(self, step: int, local: Path | None = None) -> None:
+        """Does nothing."""

@@ -38,7 +38,7 @@ from weft.train.frozen_sources import build_frozen, open_frozen
 from weft.train.job import prepare
 from weft.train.loop import Loop
 from weft.train.open_data import open_run_data
-from weft.train.preflight import check_decoder, check_transformers_model, run_facts
+from weft.train.preflight import check_run, check_transformers_model, run_facts
 from weft.train.recorder import Recorder
 from weft.train.run_directory import set_aside_damaged
 from weft.train.sample_writer import Sampler
@@ -76,9 +76,10 @@ class Trainer:
         batches: what your loop passes to `step`. "global": every rank passes the same global batch, of which Weft
             gives each data parallel rank its part. "local": every rank passes the sequences of its data parallel rank
             (`trainer.mesh.dp_rank`); ranks of `pp`, `cp` and `tp` pass the same ones. Default: `fit` reads the batches.
-        fresh: move the content of the run directory aside and start over. Otherwise `fit` resumes from the last
-            checkpoint.
+        fresh: move the content of the run directory aside and start over, in place of resuming.
         from_last_good: move damaged checkpoints aside, and resume from the last undamaged checkpoint.
+        accept_changes: resume although changes of the config or the data alter the training. The manifest records them.
+        verify: read every byte of the token stores before the first step, to find damage.
         console: the console to print on. By default, only the first rank prints.
     """
 
@@ -92,6 +93,8 @@ class Trainer:
         batches: Literal["global", "local"] | None = None,
         fresh: bool = False,
         from_last_good: bool = False,
+        accept_changes: bool = False,
+        verify: bool = False,
         console: Console | None = None,
     ):
         rank = int(os.environ.get("RANK", 0))
@@ -101,8 +104,9 @@ class Trainer:
             raise error
         if batches not in (None, "global", "local"):
             raise UserError(f"Trainer: batches is {batches!r}; pass 'global' or 'local', or omit it to call fit")
-        self.config, self.fresh, self.from_last_good = config, fresh, from_last_good
-        self.user_config = config  # equal on all ranks; `weft profile` trains with a variant of it
+        self.fresh, self.from_last_good = fresh, from_last_good
+        self.accept_changes, self.verify = accept_changes, verify
+        self.config = self.user_config = config  # `weft profile` trains with a variant of user_config
         self.console = console or Console(prints=rank == 0)
         self.batches: Literal["global", "local"] | None = batches
         if batches is not None:
@@ -124,8 +128,7 @@ class Trainer:
                 f"Trainer.fit reads data.train, but batches is {self.batches!r}; call step, or omit batches"
             )
         self.config.raise_unless_complete()
-        built = self._build()
-        with built.cleanup:
+        with (built := self._build()).cleanup:
             step, steps, world = built.step, built.data.length.steps, built.job.world
             if steps is not None and step >= steps:
                 self.console.line(built.job.run.nothing_to_do(step, steps))
@@ -187,16 +190,14 @@ class Trainer:
     def resume(self) -> int:
         """Builds everything, restores the last checkpoint of the run, and returns `step_number`.
 
-        All ranks must call it. `step` does the same when it is first called. Call `resume` to know which batches to
-        skip.
+        All ranks must call it. `step` does so when it is first called. `resume` shows which batches to skip.
         """
         return self.step_number
 
     def close(self) -> Outcome | None:
         """Ends the session: saves the last step if it is not saved, writes the report and ends the process group.
 
-        All ranks must call it. The `with` statement calls it, except after an exception. Does nothing and returns None
-        if the session has not begun.
+        All ranks must call it; the `with` statement does, except after an exception. Returns None if no session began.
         """
         if self.batches is not None and self._session is None and self._closed_at is None:
             return None
@@ -285,9 +286,10 @@ class Trainer:
             if self.from_last_good:
                 for line in world.agree(lambda: set_aside_damaged(job.run.path), only_first=True):
                     self.console.warning(line)
-            check_decoder(job)
+            check_run(job, verify=self.verify)
             objective, callbacks = world.agree(lambda: components(job.config, world))
             data = open_run_data(job, objective, callbacks, self.batches)
+            job.compare_with_last_session(data.digests, data.length.steps, accepted=self.accept_changes)
             model, optimizer = build(job.config, world, objective)
             compress = compressor(job, model)
             frozen = open_frozen(job, objective, model)

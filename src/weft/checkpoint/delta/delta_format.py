@@ -155,6 +155,8 @@ def read_manifest(path: Path) -> Manifest:
             raise UserError(f"damaged delta: {name} {what}; download or copy the delta again", path)
     for name, sha256 in manifest.files.items():
         file = path / FOLDER / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(f"the delta lists {name!r}, which is outside of its folder; do not use this delta", path)
         if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
             raise UserError("this file of the delta is missing or damaged; download or copy the delta again", file)
     return manifest

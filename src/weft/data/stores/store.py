@@ -78,6 +78,7 @@ class StoreInfo(BaseModel):
         bin_sha256, idx_sha256, mask_sha256: digests of `tokens.bin`, `tokens.idx` and `loss_mask.bin`; `mask_sha256` is
             None if the store has no loss mask.
         fields: name of a field of the documents, such as "label" -> digest of its file (`field_files.py`).
+        sample_sha256: digest of blocks of the files (`sample_digest`); None in stores of earlier versions.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -100,6 +101,7 @@ class StoreInfo(BaseModel):
     idx_sha256: str
     mask_sha256: str | None = None
     fields: dict[str, str] = {}
+    sample_sha256: str | None = None
     sources: list[SourceFile] = []
 
     @property

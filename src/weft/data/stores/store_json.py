@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 # Key of store.json -> name of the file whose digest it is. The first key is always present; null if there is no file.
+SAMPLED = ("tokens.bin", "tokens.idx", "loss_mask.bin")
+SAMPLES, SAMPLE_BYTES = 64, 65536  # blocks of a file, whose digest is compared before each run
 FILE_DIGESTS = {"rejects_sha256": "rejects.jsonl", "duplicates_sha256": "duplicates.jsonl"}
 
 
@@ -25,6 +27,7 @@ def write_store_json(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
         digest = file_digest(folder / name)
         if digest is not None or key == "rejects_sha256":
             content[key] = digest
+    content["sample_sha256"] = sample_digest(folder)
     content["digest"] = content_digest(content)
     (folder / "store.json").write_bytes(to_bytes(content))
     return content
@@ -47,3 +50,23 @@ def file_digest(path: Path) -> str | None:
         return None
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sample_digest(folder: Path) -> str:
+    """Returns the sha256 of the sizes of a store's files, and of blocks at equal distances in each file.
+
+    It reads at most 4 MiB of each file, and files of that size completely.
+    """
+    digest = hashlib.sha256()
+    for name in SAMPLED:
+        path = folder / name
+        if not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{name} {size} ".encode())
+        last = max(0, size - SAMPLE_BYTES)
+        with open(path, "rb") as file:
+            for start in sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)}):
+                file.seek(start)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -200,7 +200,7 @@ class _Verification:
                 kind = f"outside the vocabulary of {info.vocab_size:,}"
                 self._add_tokens("tokens.bin", kind, first, lengths, start + np.flatnonzero(wrong), tokens)
         ends = np.cumsum(lengths)
-        complete = (lengths > 0) & (ends <= len(tokens))
+        complete = (lengths > 0) & (ends > 0) & (ends <= len(tokens))  # lengths of a damaged index can be negative
         is_open = np.flatnonzero(complete)[tokens[ends[complete] - 1] != info.eod_id]
         if len(is_open):
             kind = f"does not end with the end-of-document token {info.eod_id}"
@@ -220,7 +220,7 @@ class _Verification:
         ends = np.cumsum(lengths)
         places = self.places.setdefault((file, kind), [])
         for position in positions[:REPORTED].tolist():
-            number = int(np.searchsorted(ends, position, side="right"))
+            number = min(int(np.searchsorted(ends, position, side="right")), len(ends) - 1)
             at = position - int(ends[number] - lengths[number])
             value = "" if values is None else f" is {int(values[position])},"
             places.append(f"document {first + number:,}, token {at:,}{value} {kind}")
