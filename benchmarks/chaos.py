@@ -38,7 +38,7 @@ MESHES = {
 }
 KINDS = {"rank": 6, "all ranks": 2, "launcher": 2}  # relative frequencies
 COMPARED = ("loss", "grad_norm", "lr", "tokens", "validation_loss")
-MODES = {"sync": {}, "async": {"mode": "async"}, "local": {"mode": "async", "local": {"every": 3}}}
+MODES = {"sync": {}, "async": {"mode": "async"}, "local": {"mode": "async", "local": {"steps": 3}}}
 
 
 def arguments() -> argparse.Namespace:
