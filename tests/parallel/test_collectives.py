@@ -88,8 +88,8 @@ def times(calls, amount):
 
 
 def around(ranks, *clipped):
-    """Two weights, two counts of tokens, three votes to stop; the loss; squares of cut gradients, over each axis."""
-    sums = {("weights", "all_reduce", ranks): times(1, 7 * NUMBER), ("forward", "all_reduce", ranks): times(1, NUMBER)}
+    """Two weights, two counts of tokens, two votes of saves, four to stop; the loss; squares of cut gradients."""
+    sums = {("weights", "all_reduce", ranks): times(1, 10 * NUMBER), ("forward", "all_reduce", ranks): times(1, NUMBER)}
     return add(sums, *({("update", "all_reduce", axis): times(1, NUMBER)} for axis in clipped))
 
 
