@@ -56,7 +56,9 @@ def test_a_running_run_is_not_disturbed_and_leaves_saved_on_sigint(run_yaml, tmp
 
     monkeypatch.chdir(tmp_path)
     assert train(file) == 2  # a second one on the same directory
-    assert "another process is training in this run directory" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"another process (process {process.pid} on " in error
+    assert "is training in this run directory" in error
     monkeypatch.chdir("/")
 
     process.send_signal(signal.SIGINT)

@@ -303,7 +303,7 @@ def test_stages_pass_on_each_micro_batch_once(count):
         neighbours = (rank > 0) + (rank < 2)
         passed = {(kind, "pp"): times(4 * neighbours, message) for kind in ("send", "receive")}
         tie = {(kind, "pp"): times(tied, matrix) for kind in ("send", "receive")}
-        sums = {("all_reduce", "pp"): (4, (7 + 1 + 1 + 1) * NUMBER)}  # weights; loss of the last and of all; squares
+        sums = {("all_reduce", "pp"): (4, (10 + 1 + 1 + 1) * NUMBER)}  # weights; loss of the last and of all; squares
         assert_counts(calls, add(passed, tie, sums), "kind", "axis", say=(rank, tied))
 
 

@@ -24,8 +24,8 @@ def held_out(completions, prompts):
 @pytest.fixture(autouse=True)
 def _inputs(tmp_path, monkeypatch):
     write_inputs(tmp_path, prompts=8)
-    with (tmp_path / "rollout_rewards.py").open("a") as file:
-        file.write(REWARDS)
+    # A module of its own: another test of this process may have imported `rollout_rewards`.
+    (tmp_path / "held_out_rewards.py").write_text((tmp_path / "rollout_rewards.py").read_text() + REWARDS)
     lines = [json.dumps({"prompt": f"held {n} ka", "number": n}) for n in range(5)]
     (tmp_path / "held-out.jsonl").write_text("\n".join(lines) + "\n")
     monkeypatch.chdir(tmp_path)
@@ -34,7 +34,7 @@ def _inputs(tmp_path, monkeypatch):
 
 def run(objective=None, validation=None, sets="held-out.jsonl", **sections):
     found = settings(objective, training={"steps": 4}, **sections)
-    found["objective"] |= {"prompts": 2, "group": 2, "reward": "rollout_rewards:held_out"} | (objective or {})
+    found["objective"] |= {"prompts": 2, "group": 2, "reward": "held_out_rewards:held_out"} | (objective or {})
     return found | {
         "data": found["data"] | {"validation": sets},
         "validation": {"every": 2, "tokens": None, "prompts": 3} | (validation or {}),
@@ -61,7 +61,7 @@ def test_greedy_completions_of_held_out_prompts_are_rewarded(run_yaml, tmp_path,
 
 
 def test_training_does_not_depend_on_validations(run_yaml, tmp_path):
-    both = {"rollout_rewards:held_out": 1.0, "rollout_rewards:slow_sum": 0.0}
+    both = {"held_out_rewards:held_out": 1.0, "held_out_rewards:slow_sum": 0.0}
     sets = {"first": "held-out.jsonl", "second": "held-out.jsonl"}
     sampled = run({"reward": both}, {"temperature": 1.0, "prompts": None}, sets)
     lines = lines_of(run_yaml, tmp_path, "with", **sampled)
@@ -98,5 +98,5 @@ def test_settings_without_effect_are_refused(run_yaml, capsys, tiny_heldout, cha
 
 def test_held_out_prompts_need_the_columns_of_the_reward(run_yaml, capsys, tmp_path):
     (tmp_path / "held-out.jsonl").write_text('{"prompt": "ka", "number": 1}\n{"prompt": "ka"}\n')
-    assert train(run_yaml(**run({"reward": "rollout_rewards:short"}))) == 2
+    assert train(run_yaml(**run({"reward": "held_out_rewards:short"}))) == 2
     assert "held-out.jsonl:2: the record has no 'number'" in capsys.readouterr().err

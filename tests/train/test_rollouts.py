@@ -60,7 +60,7 @@ def test_a_rollout_in_a_checkpoint_needs_the_settings_that_it_was_generated_with
     several = {"updates_per_rollout": 2, "minibatches": 2}
     assert train(run_yaml(**settings(several, training={"steps": 1}))) == 0
     for changed, what in (({"group": 4}, "group: "), ({"updates_per_rollout": 4}, "updates_per_rollout: ")):
-        assert train(run_yaml(**settings(several | changed, training={"steps": 3}))) == 2
+        assert train(run_yaml(**settings(several | changed, training={"steps": 3})), "--accept-changes") == 2
         error = capsys.readouterr().err
         assert f"objective.{what}the checkpoint is in the middle of a rollout with" in error
         assert "Traceback" not in error

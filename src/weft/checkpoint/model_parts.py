@@ -39,8 +39,10 @@ def new_parts(
     Returns:
         `select` for `load`, None if the model has no new part; and a message for each new part, beginning with its key.
     """
+    if not isinstance(section, ModelSection):  # a model of Transformers, whose architecture may be unknown
+        return None, []
     saved = architecture(checkpoint)
-    if not isinstance(section, ModelSection) or not isinstance(saved, ModelSection):
+    if not isinstance(saved, ModelSection):
         return None, []
     heads = HEADS if section.num_labels and not saved.num_labels else ()
     found = ["model.num_labels: {} has no head `score`; the head has new initial weights"] if heads else []
