@@ -197,7 +197,7 @@ def test_one_process_is_supervised_and_hang_up_saves_and_leaves(run_yaml, tmp_pa
     os.kill(rank, signal.SIGKILL)
     until_step(process, run, 7)
     process.send_signal(signal.SIGHUP)
-    code, errors = finish(process)
+    code, errors = finish(process, 240)
     assert code == 128 + signal.SIGHUP, errors
     assert (run / "checkpoints" / f"step-{losses(run)[-1][0]:08}").is_dir()
     assert len(failures(run)) == 1
