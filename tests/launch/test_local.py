@@ -82,7 +82,7 @@ def test_a_running_run_is_not_disturbed_and_leaves_saved_on_sigint(run_yaml, tmp
 
     # --fresh begins again and deletes nothing.
     before = (run / "metrics.jsonl").read_bytes()
-    assert train(file, "training.steps=1", "--fresh") == 0
+    assert train(file, "training.steps=1", "--fresh", "--accept-changes") == 0
     assert [step for step, *_ in losses(run)] == [1]
     (old,) = run.parent.glob("demo.old-*")
     assert (old / "metrics.jsonl").read_bytes() == before
