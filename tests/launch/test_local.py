@@ -73,16 +73,16 @@ def test_a_running_run_is_not_disturbed_and_leaves_saved_on_sigint(run_yaml, tmp
     # The same command resumes from there, on as many ranks as it likes, and says when there is nothing left to do.
     monkeypatch.chdir(tmp_path)
     end = f"training.steps={left_at + 2}"
-    assert train(file, end) == 0
+    assert train(file, end, "--accept-changes") == 0
     assert f"resumes after step {left_at}" in capsys.readouterr().err
     assert [step for step, *_ in losses(run)] == list(range(1, left_at + 3))
-    assert train(file, end) == 0
+    assert train(file, end, "--accept-changes") == 0
     assert "this run is finished" in capsys.readouterr().err
     assert len(losses(run)) == left_at + 2
 
     # --fresh begins again and deletes nothing.
     before = (run / "metrics.jsonl").read_bytes()
-    assert train(file, "training.steps=1", "--fresh", "--accept-changes") == 0
+    assert train(file, "training.steps=1", "--fresh") == 0
     assert [step for step, *_ in losses(run)] == [1]
     (old,) = run.parent.glob("demo.old-*")
     assert (old / "metrics.jsonl").read_bytes() == before
