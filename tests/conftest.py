@@ -179,13 +179,17 @@ def tiny_heldout(tiny_corpus, tiny_tokenizer, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def hf_folder(tiny_tokenizer, tmp_path_factory) -> Path:
     """The folder of a tiny Hugging Face model with tokenizer and chat template."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from weft.data.conversations.named_templates import NAMED
 
     folder = tmp_path_factory.mktemp("hf") / "hf"
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=128, **sizes)).save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)  # the same weights in every worker and session
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=128, **sizes))
+    model.save_pretrained(folder)
     for file in tiny_tokenizer.iterdir():
         shutil.copy(file, folder)
     (folder / "chat_template.jinja").write_text(NAMED["chatml"].source)

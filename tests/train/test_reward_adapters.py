@@ -85,7 +85,7 @@ def test_peft_and_transformers_compute_the_same_scores(write, hf_folder, tmp_pat
     assert held_out[-1] > held_out[0] + 0.1
     model = weft.load_model(run)
     scores = model(IDS)[:, -1].detach()
-    assert scores.std() > 1e-3  # the comparison is to 1e-5
+    assert scores.std() > 0.01
 
     weft.export_model(run, tmp_path / "peft-out", to="peft")
     assert json.loads((tmp_path / "peft-out" / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
