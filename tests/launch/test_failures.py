@@ -5,7 +5,18 @@ import signal
 import pytest
 from running import QUIET, train
 
-from weft.launch.failures import custom_component_error, out_of_resources, report_failed_ranks, send_to_launcher
+from weft.launch.failures import (
+    custom_component_error,
+    judge_failures,
+    out_of_resources,
+    report_verdict,
+    send_to_launcher,
+)
+
+
+def report_failed_ranks(failures, run):
+    """Prints which rank failed first, and returns the launcher's exit code."""
+    return report_verdict(judge_failures(failures), run)
 
 
 @pytest.fixture

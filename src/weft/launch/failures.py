@@ -196,7 +196,8 @@ def judge_failures(failures: Mapping[int, Failure]) -> Verdict:
     killed = [(rank, f) for rank, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
     if killed:
         rank, failure = killed[0]
-        text = f"rank {rank} (process {failure.pid}) was killed by {_signal_name(-failure.exitcode)}"
+        cause = " (the system does this when memory runs out)" if failure.exitcode == -signal.SIGKILL else ""
+        text = f"rank {rank} (process {failure.pid}) was killed by {signal_name(-failure.exitcode)}{cause}"
         return Verdict(rank, EXIT_LOST, text, restartable=True)
     if by_time:
         text = f"rank {by_time[0]} failed:\n{messages[by_time[0]]['extraInfo']['py_callstack']}"
@@ -207,19 +208,11 @@ def judge_failures(failures: Mapping[int, Failure]) -> Verdict:
     return Verdict(*failed, restartable=True)
 
 
-def report_failed_ranks(failures: Mapping[int, Failure], run_directory: Path | None) -> int:
-    """Prints which rank failed first, and how. Returns the exit code of the launcher.
+def report_verdict(verdict: Verdict, run_directory: Path | None) -> int:
+    """Prints what ended the ranks, and returns the exit code of the launcher.
 
     Prints nothing if a rank has already printed the error (a mistake in the input), or a signal stopped the ranks.
-
-    Args:
-        failures: rank -> failure of the ranks that did not exit with code 0, in the order in which they ended.
     """
-    return report_verdict(judge_failures(failures), run_directory)
-
-
-def report_verdict(verdict: Verdict, run_directory: Path | None) -> int:
-    """Prints what ended the ranks, and returns the exit code of the launcher."""
     if verdict.text:
         hint = f"; {resume_hint(run_directory)}" if verdict.code == EXIT_LOST else ""
         print_error(f"{verdict.text}{hint}")
@@ -231,13 +224,12 @@ def print_error(text: str) -> None:
     print(text.rstrip("\n"), file=sys.stderr, flush=True)
 
 
-def _signal_name(number: int) -> str:
-    """Returns the name of a signal, such as `SIGSEGV`. For SIGKILL, adds its usual cause."""
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, such as `SIGSEGV`, or `signal 40` if it has none."""
     try:
-        name = signal.Signals(number).name
+        return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-    return f"{name} (the system does this when memory runs out)" if name == "SIGKILL" else name
 
 
 def resume_hint(run_directory: Path | None) -> str:
@@ -248,13 +240,14 @@ def resume_hint(run_directory: Path | None) -> str:
     """
     if run_directory is None:
         return "run the same command again"
+    from weft.checkpoint.checkpoint_files import step_of
     from weft.checkpoint.load import checkpoints
 
     logs = f"the logs of the ranks are in {run_directory / 'logs'}"
     saved = checkpoints(run_directory)
     if not saved:
         return f"the run has no checkpoint yet, so the same command starts over; {logs}"
-    step = int(saved[-1].name.rpartition("-")[2])
+    step = step_of(saved[-1]) or 0
     return f"the same command resumes from the last checkpoint, of step {step:,}; {logs}"
 
 

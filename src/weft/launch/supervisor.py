@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.formatting import counted
-from weft.launch.failures import Verdict, print_error, report_verdict
+from weft.launch.failures import Verdict, print_error, report_verdict, signal_name
 from weft.launch.hang import HangWatch
 from weft.launch.local import POLL, SIGNALS, LocalRanks, run_once
 from weft.launch.rank import Rank
@@ -135,10 +135,11 @@ def announce(verdict: Verdict, rank: Rank, run_directory: Path, supervisor: Supe
 
 def last_checkpoint(run_directory: Path) -> tuple[int, float]:
     """Returns step and time (seconds since 1970) of the last checkpoint of a run; zeros without a checkpoint."""
+    from weft.checkpoint.checkpoint_files import step_of
     from weft.checkpoint.load import checkpoints
 
     saved = checkpoints(run_directory)
-    return (int(saved[-1].name.rpartition("-")[2]), saved[-1].stat().st_mtime) if saved else (0, 0.0)
+    return (step_of(saved[-1]) or 0, saved[-1].stat().st_mtime) if saved else (0, 0.0)
 
 
 def record(
@@ -185,8 +186,3 @@ def append_failure(run_directory: Path, failure: dict[str, Any]) -> None:
             file.write(json.dumps(failure) + "\n")
     except OSError as error:
         print_error(f"{path}: the failure cannot be recorded: {error.strerror}; free space or set run.directory")
-
-
-def signal_name(number: int) -> str:
-    """Returns the name of a signal, such as `SIGKILL`."""
-    return signal.Signals(number).name if number in set(signal.Signals) else str(number)
