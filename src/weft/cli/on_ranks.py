@@ -21,16 +21,27 @@ if TYPE_CHECKING:
     from weft.train.stop import Outcome
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments for a run file, its overrides and the number of ranks to a parser."""
+def add_run_arguments(
+    parser: argparse.ArgumentParser,
+    name: str = "FILE",
+    what: str = "the YAML file of the run",
+    default: str = "the number of GPUs, or 1 without GPUs",
+) -> None:
+    """Adds the arguments for a run file, its overrides and the number of ranks to a parser.
+
+    Args:
+        name: name of the argument `file` in the help.
+        what: description of the argument `file`.
+        default: description of the default number of ranks.
+    """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", metavar="FILE", help="the YAML file of the run")
+    parser.add_argument("file", metavar=name, help=what)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override values in FILE")
     parser.add_argument(
         "--nproc",
         type=int,
         metavar="N",
-        help="number of local processes (default: the number of GPUs, or 1 without GPUs)",
+        help=f"number of local processes (default: {default})",
     )
 
 

@@ -37,22 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  1    a step differs\n"
         "  2    the run cannot be repeated: no such run, step or checkpoint, or an error in the input"
     )
-    add_run_arguments(parser)
+    add_run_arguments(parser, "RUN", "the directory of the run to repeat", "as in the run")
     parser.add_argument("--steps", type=int, metavar="N", help="number of steps to repeat (default: all logged steps)")
     parser.add_argument(
         "--from", dest="first", type=int, default=0, metavar="STEP", help="begin with the checkpoint of this step"
     )
     parser.add_argument("--out", metavar="DIR", help="the new run directory (default: RUN/reproduce-N)")
-    for action in parser._actions:
-        if action.dest == "file":
-            action.metavar, action.help = "RUN", "the directory of the run to repeat"
-        if action.dest == "nproc":
-            action.help = "number of local processes (default: as in the run)"
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.observe.manifest import read_manifest
-
     for option, value, least in (("--steps", args.steps, 1), ("--from", args.first, 0)):
         if value is not None and value < least:
             raise UserError(f"{option} {value}: use a number of at least {least}")
@@ -60,18 +53,14 @@ def run(args: argparse.Namespace) -> int:
     run = run.parent if run.name == CONFIG else run  # local processes get the file
     if "RANK" in os.environ and args.out is None:
         raise UserError("several processes need the same new directory; give --out")
-    manifest = read_manifest(run)
-    if not manifest or not (run / CONFIG).is_file():
-        raise UserError(f"not a run directory: it needs manifest.json and {CONFIG}; give the directory of a run", run)
     from weft.config.dump import read_saved
     from weft.config.trust import raise_unless_trusted
+    from weft.train.reproduce import default_out, make_directory, read_recorded
 
+    recorded = read_recorded(run, args.first, args.steps)
     raise_unless_trusted(read_saved(run / CONFIG), run / CONFIG)
     if args.nproc is None and "RANK" not in os.environ:
-        args.nproc = manifest.get("ranks", 1)
-    from weft.train.reproduce import Recorded, default_out, make_directory, read_recorded
-
-    recorded: Recorded = read_recorded(run, args.first, args.steps)
+        args.nproc = recorded.ranks
     out = Path(args.out) if args.out is not None else default_out(run)
     args.file = str(run / CONFIG)
     quoted = json.dumps({"name": out.name, "directory": str(out.parent)}, ensure_ascii=False)

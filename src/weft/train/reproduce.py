@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.checkpoint_files import FOLDER, checkpoint_name
+from weft.checkpoint.checkpoint_files import FOLDER, checkpoint_name, step_of
 from weft.checkpoint.load import checkpoints, resolve
 from weft.config.dump import read_saved
 from weft.errors import UserError
@@ -38,12 +38,14 @@ class Recorded:
 
     Attributes:
         run: the run directory.
+        ranks: number of ranks of its last session.
         first: number of updates before the repeated steps; a checkpoint has them, unless it is 0.
         last: the last repeated step.
         lines: step -> its metrics, for the repeated steps that the run logged.
     """
 
     run: Path
+    ranks: int
     first: int
     last: int
     lines: Mapping[int, Mapping[str, Any]]
@@ -61,7 +63,7 @@ def read_recorded(run: Path, first: int, steps: int | None) -> Recorded:
     """
     manifest = read_manifest(run)
     if not manifest or not (run / "config.yaml").is_file():
-        raise UserError(f"not the directory of a run: {MANIFEST} or config.yaml is missing; give a run directory", run)
+        raise UserError(f"not a run directory: it needs {MANIFEST} and config.yaml; give the directory of a run", run)
     lines = {line["step"]: line for line in read_lines(run / METRICS) if line["step"] > first}
     logged = max(lines, default=first)
     last = logged if steps is None else first + steps
@@ -73,7 +75,7 @@ def read_recorded(run: Path, first: int, steps: int | None) -> Recorded:
         )
     if not lines:
         raise UserError(f"no step after step {first:,} is logged, so nothing can be compared; lower --from", run)
-    kept = ", ".join(str(int(path.name[5:])) for path in checkpoints(run)) or "none"
+    kept = ", ".join(str(step_of(path)) for path in checkpoints(run)) or "none"
     changed = [int(one["step"]) for one in manifest["sessions"] if one.get("changes") and first < one["step"]]
     if changed and last > min(changed):
         raise UserError(
@@ -85,7 +87,8 @@ def read_recorded(run: Path, first: int, steps: int | None) -> Recorded:
         if not (run / FOLDER / checkpoint_name(first)).is_dir():
             raise UserError(f"--from {first}: this run has no checkpoint of this step (checkpoints: {kept})", run)
         resolve(run / FOLDER / checkpoint_name(first))
-    return Recorded(run, first, last, {step: line for step, line in lines.items() if step <= last})
+    repeated = {step: line for step, line in lines.items() if step <= last}
+    return Recorded(run, manifest.get("ranks", 1), first, last, repeated)
 
 
 def default_out(run: Path) -> Path:
