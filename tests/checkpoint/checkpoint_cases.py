@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from weft.checkpoint.checkpoint_files import Keep
 from weft.checkpoint.load import checkpoints, load
-from weft.checkpoint.save import save
+from weft.checkpoint.save import Content, stage
 from weft.errors import UserError
 
 
@@ -153,8 +153,8 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
 def write(
     run: Path, model, optimizer, step: int = 3, keep_last: int = 9, keep_every: int | None = None, **more
 ) -> Path:
-    settings = {"state": {"seen": step * 10}, "architecture": {"type": "decoder"}, "keep": Keep(keep_last, keep_every)}
-    return save(run, step, model=model, optimizer=optimizer, **{**settings, **more})
+    settings = {"state": {"seen": step * 10}, "architecture": {"type": "decoder"}, "others": {}} | more
+    return stage(run, Content(step, model, optimizer, **settings), Keep(keep_last, keep_every)).write()
 
 
 def start(run: Path, kind: str, prepare=lambda model: model) -> None:

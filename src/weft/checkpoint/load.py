@@ -181,11 +181,11 @@ def load(
     Args:
         checkpoint: a path that `resolve` returned. A Hugging Face folder has no optimizer state.
         others: function that selects further tensors to load. It receives name -> shape of all saved tensors. It
-            returns name -> tensor to fill, for names of tensors that were passed to `save` as `others`.
+            returns name -> tensor to fill, for names of tensors that were saved as `Content.others`.
         select: function that returns whether a tensor of the model, given its name, is loaded. Default: all are.
 
     Returns:
-        The `state` that was passed to `save`, with the key `step`.
+        The saved `Content.state`, with the key `step`.
 
     Raises:
         UserError: a file is damaged, names or shapes differ from the model's, or the checkpoint has no state of this

@@ -31,42 +31,18 @@ from weft.observe.status import LONG, doing
 from weft.parallel import ranks
 
 
-def save(
-    run_directory: str | Path,
-    step: int,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    state: dict[str, Any],
-    architecture: dict[str, Any],
-    keep: files.Keep,
-    others: Mapping[str, Tensor] | None = None,
-) -> Path:
-    """Writes the checkpoint `<run>/checkpoints/step-%08d` and deletes old checkpoints. Every rank must call it.
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint contains.
 
-    All ranks write into a directory with a hidden name. When every file is on the disk, with its size and SHA-256 in
-    `checksums.json`, the directory is renamed. Checkpoints that `keep` does not select are deleted before and after the
-    save. An existing checkpoint of this step is replaced atomically.
-
-    Args:
+    Attributes:
         step: number of optimizer steps so far.
         optimizer: the state of each parameter is saved: tensors and numbers in any nesting. Values of parameter groups
             (lr, betas) are not saved, because the run's configuration sets them.
         state: JSON values from which the training loop resumes. The values of rank 0 are written.
         architecture: the resolved model section, which `load_model` needs.
         others: further tensors by unique names. Different ranks can pass different tensors.
-
-    Raises:
-        UserError: a rank could not write, for example because the disk is full. All ranks raise the error, and the
-            older checkpoints remain complete.
     """
-    content = Content(step, model, optimizer, state, architecture, others or {})
-    return stage(run_directory, content, keep).write()
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a checkpoint contains; see `save`."""
 
     step: int
     model: nn.Module
@@ -95,6 +71,10 @@ class StagedSave:
     def write(self, group: dist.ProcessGroup | None = None, workers: int | None = None, reports: bool = True) -> Path:
         """Writes all files, renames the checkpoint and deletes old checkpoints. Every rank must call it.
 
+        All ranks write into a directory with a hidden name. When every file is on the disk, with its size and SHA-256
+        in `checksums.json`, the directory is renamed. Checkpoints that `keep` does not select are deleted before and
+        after. An existing checkpoint of this step is replaced atomically.
+
         Args:
             group: a process group of all ranks, for a call from a thread beside the training. Default: the default
                 process group.
@@ -102,7 +82,8 @@ class StagedSave:
             reports: whether to report progress to the launcher. Beside the training this would hide that it hangs.
 
         Raises:
-            UserError: as `save`.
+            UserError: a rank could not write, for example because the disk is full. All ranks raise the error, and the
+                older checkpoints remain complete.
         """
         partial, folder = partial_path(self.target), self.target.parent
 
@@ -131,6 +112,8 @@ def stage(
     run_directory: str | Path, content: Content, keep: files.Keep, hold: Callable[[Entry], Entry] | None = None
 ) -> StagedSave:
     """Decides which rank writes what. Every rank must call it. The files are written by `StagedSave.write`.
+
+    The checkpoint is `<run>/checkpoints/step-%08d`.
 
     Args:
         hold: function that copies the tensor of an entry. Default: tensors are read when they are written, so they must
