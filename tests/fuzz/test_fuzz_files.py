@@ -1,6 +1,5 @@
 """Mutated token stores and checkpoints: each is refused with its name, or has exactly the content of the original."""
 
-import hashlib
 import json
 import random
 import shutil
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fuzzing import mutate_file, mutated_tree, within
+from signing import sign
 
 import weft
 from weft.cli.main import main
@@ -33,17 +33,6 @@ def checkpoint(tmp_path_factory, tiny_store, tiny_tokenizer) -> Path:
     (folder / "run.yaml").write_text(json.dumps(config))
     assert main(["train", str(folder / "run.yaml")]) == 0
     return folder / "demo"
-
-
-def sign(step: Path) -> None:
-    """Writes checksums.json for the files as they are: what somebody would do who changes a checkpoint on purpose."""
-    content = json.loads((step / "checksums.json").read_bytes())
-    for name in content["files"]:
-        if (step / name).is_file():
-            data = (step / name).read_bytes()
-            content["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-    content["digest"] = hashlib.sha256(json.dumps(content["files"], sort_keys=True).encode()).hexdigest()
-    (step / "checksums.json").write_text(json.dumps(content))
 
 
 def check_checkpoint(number: int, run: Path, place: Path, weights: dict) -> str:
