@@ -235,7 +235,7 @@ def test_adapters_are_added_or_merged(tmp_path, corpus, name):
     base = train(tmp_path, corpus, MODELS[name], steps=40)
     (tmp_path / "tuned").mkdir()
     adapter = {"adapter": {"r": 4, "alpha": 32, "targets": ["q_proj", "k_proj", "down_proj"]}}
-    run = train(tmp_path / "tuned", corpus, {"from": str(base)}, steps=30, **adapter)
+    run = train(tmp_path / "tuned", corpus, {"from": str(base)}, steps=60, **adapter)
     weft.export_model(base, tmp_path / "base.gguf", "gguf", type="f32")
     weft.export_model(run, tmp_path / "adapter.gguf", "gguf", type="f32", adapter_only=True)
     weft.export_model(run, tmp_path / "merged.gguf", "gguf", type="f32")
@@ -245,7 +245,7 @@ def test_adapters_are_added_or_merged(tmp_path, corpus, name):
         for file, lora in (("base", None), ("base", tmp_path / "adapter.gguf"), ("merged", None))
     )
     logits = [[np.array(answer["logits"]) for answer in one["answers"]] for one in (plain, added, merged)]
-    assert np.abs(logits[1][0] - logits[0][0]).max() > 0.2
+    assert np.abs(logits[1][0] - logits[0][0]).max() > 0.5
     tolerance = TOLERANCE.get(name, 1e-4)
     model = weft.load_model(run, dtype=torch.float32).eval()
     compare(model, added, prompts, 8, tolerance)
