@@ -164,7 +164,7 @@ def test_a_prompt_once_more_gets_another_text(model):
         ([[1]], {"repetition_penalty": 0}, "repetition_penalty is 0"),
         ([[1]], {"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
         ([[1]], {"logit_bias": {-1: 1.0}}, "logit_bias"),
-        ([[1]], {"stop": ("",)}, "stop string is empty"),
+        ([[1]], {"stop": ("",)}, "stop has an empty string"),
         ([[1]], {"stop": (5,)}, "stop is .5,."),
         ([[1]], {"stop": None}, "stop is None"),
         ([[1]], {"logit_bias": {97: 1.0}}, "logit_bias has the token id 97, but the model has ids 0 to 96"),

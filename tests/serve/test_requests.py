@@ -1,6 +1,8 @@
 """Each parameter has its effect or is refused; errors have the status and the body of OpenAI's API."""
 
+import asyncio
 import json
+import threading
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import weft
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Kalo mi ren?"}]
+KEY = {"authorization": "Bearer one"}
 
 
 @pytest.fixture
@@ -34,8 +37,8 @@ REFUSED = [
     (CHAT, {"messages": MESSAGES, "temperature": "hot"}, 400, "invalid_value", "temperature", "number"),
     (CHAT, {"messages": MESSAGES, "temperature": -1}, 400, "invalid_value", "temperature", "0"),
     (CHAT, {"messages": MESSAGES, "top_p": 1.5}, 400, "invalid_value", "top_p", "1"),
-    (CHAT, {"messages": MESSAGES, "stop": ["a", ""]}, 400, "invalid_value", None, "empty"),
-    (CHAT, {"messages": MESSAGES, "logit_bias": {"9999": 1}}, 400, "invalid_value", None, "9999"),
+    (CHAT, {"messages": MESSAGES, "stop": ["a", ""]}, 400, "invalid_value", "stop", "empty"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"9999": 1}}, 400, "invalid_value", "logit_bias", "9999"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"a": 1}}, 400, "invalid_value", "logit_bias.a", "pattern"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, 400, "invalid_value", "top_logprobs", "logprobs: true"),
     (CHAT, {"messages": MESSAGES, "stream_options": {"u": 1}}, 400, "unknown_parameter", "stream_options.u", "remove"),
@@ -44,13 +47,14 @@ REFUSED = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "u"}]}]}, 400,
      "invalid_message", "messages", "image_url"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "invalid_message", "messages", "missing"),
-    (CHAT, {"messages": [{"role": "user", "content": "ka lo " * 400}]}, 400, "context_length_exceeded", None, "512"),
+    (CHAT, {"messages": [{"role": "user", "content": "ka lo " * 400}]}, 400, "context_length_exceeded",
+     "messages", "512"),
     (CHAT, {"messages": MESSAGES, "max_completion_tokens": 101}, 400, "too_many_tokens", "max_completion_tokens",
      "100"),
-    (TEXT, {"prompt": [1, 2, 99999]}, 400, "invalid_value", None, "99999"),
+    (TEXT, {"prompt": [1, 2, 99999]}, 400, "invalid_value", "prompt", "99999"),
     (TEXT, {"prompt": []}, 400, "invalid_value", "prompt", "empty"),
-    (TEXT, {"prompt": [[]]}, 400, "invalid_value", None, "no tokens"),
-    (TEXT, {"prompt": [5] * 512}, 400, "context_length_exceeded", None, "512"),
+    (TEXT, {"prompt": [[]]}, 400, "invalid_value", "prompt", "no tokens"),
+    (TEXT, {"prompt": [5] * 512}, 400, "context_length_exceeded", "prompt", "512"),
     (TEXT, {"prompt": "a", "n": 65}, 400, "too_many_choices", "n", "64"),
     (TEXT, {"prompt": ["a"] * 33, "n": 2}, 400, "too_many_choices", "n", "66"),
     (TEXT, {"prompt": "a", "best_of": 3}, 400, "unsupported_value", "best_of", "remove"),
@@ -115,6 +119,33 @@ def test_keys(serve):
             assert await status("POST", TEXT, key) == 200
 
     serve(test, settings={"api_keys": ("one", "zwei ö"), "admin_keys": ("boss",)})
+
+
+def test_head_is_get_without_the_body(serve):
+    async def test(client):
+        for path, headers, status in (
+            ("/health", {}, 200), ("/v1/models", KEY, 200), ("/", {}, 200), ("/v1/models", {}, 401), (TEXT, KEY, 405),
+        ):  # fmt: skip
+            get, head = [await client.request(m, path, headers=headers) for m in ("GET", "HEAD")]
+            assert (get.status_code, head.status_code) == (status, status), path
+            assert (head.content, get.headers["content-length"]) == (b"", head.headers["content-length"])
+
+    serve(test, settings={"api_keys": ("one",)})
+
+
+def test_checks_of_a_server_that_hangs_do_not_queue_up(serve):
+    async def test(client):
+        (model,), hold = client.models, threading.Event()
+        held = asyncio.create_task(model.worker.call(lambda _: hold.wait(30)))
+        assert set(await asyncio.gather(*(model.check(0.05) for _ in range(20)))) == {
+            "the engine has not responded for 0.05 seconds"
+        }
+        assert len(model.worker._answers) <= 2  # of `held` and of all checks
+        hold.set()
+        await held
+        assert (await client.get("/health")).status_code == 200
+
+    serve(test)
 
 
 def test_other_hosts_and_origins_are_refused(serve):

@@ -113,17 +113,24 @@ def test_functions_and_schemas(serve, tools_model):
     serve(test, folder=tools_model)
 
 
+SCHEMA_FORMAT = {"type": "json_schema", "name": "a", "schema": {"not": {}}}
 MISTAKES = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier items"),
     ({"store": True}, "store", "not stored"),
     ({"input": []}, "input", "at least one"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type", "item_reference"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "not text"),
-    ({"input": [{"role": "king", "content": "a"}]}, "input", "messages.0.role"),
+    ({"input": [{"role": "king", "content": "a"}]}, "input", "role"),
     ({"input": [{"type": "function_call", "call_id": "a"}]}, "input", "name"),
     ({"tools": [{"type": "web_search", "name": "a"}]}, "tools.0.type", "function"),
     ({"conversation": "a"}, "conversation", "no parameter"),
     ({"truncation": "auto"}, "truncation", "disabled"),
+    # Errors of what follows the conversion to a chat name the keys of this endpoint, too.
+    ({"text": {"format": SCHEMA_FORMAT}}, "text.format", "/not"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
+    ({"max_output_tokens": 101}, "max_output_tokens", "max_output_tokens is 101"),
+    ({"input": "ka lo " * 400}, "input", "512"),
+    ({"top_logprobs": 2}, "top_logprobs", "include"),
 ]
 
 
@@ -136,4 +143,4 @@ def test_mistakes_name_the_parameter(serve, stream):
             assert (response.status_code, error["param"]) == (400, param), error
             assert said in error["message"]
 
-    serve(test)
+    serve(test, settings={"max_new_tokens": 100})

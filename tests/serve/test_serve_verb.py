@@ -99,6 +99,8 @@ def test_mistakes_are_one_line(chat_model, capsys, monkeypatch):
         (["nowhere"], "nowhere: this path does not exist"),
         ([path, "--max-batch", "0"], "--max-batch 0: set it to at least 1"),
         ([path, "--request-timeout", "0"], "--request-timeout 0.0: set it to more than 0"),
+        ([path, "--request-timeout", "nan"], "--request-timeout nan: set it to more than 0"),
+        ([path, "--drain-timeout", "nan"], "--drain-timeout nan: set it to at least 0"),
         ([path, "--api-key", ""], "a key is empty"),
         ([path, path], "two models are named 'model'; give other names as NAME=PATH"),
         ([path, "b=" + path, "--adapter", "a=b"], "--adapter: several models"),

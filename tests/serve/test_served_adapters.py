@@ -1,13 +1,19 @@
 """Adapters are added and removed while the server runs, by those who have the admin key."""
 
+import asyncio
+import threading
+
 import peft
 import pytest
 import torch
+from serving import until
 from transformers import AutoModelForCausalLM
 
 import weft
 
 ADMIN = {"Authorization": "Bearer secret-admin"}
+LEGAL = {"lora_name": "legal"}
+TEXTS = {"model": "legal", "input": ["Kalo", "mi"] * 20}
 PROMPT = {"prompt": "Kalo mi", "max_tokens": 8, "temperature": 0}
 
 
@@ -72,8 +78,24 @@ def test_an_adapter_in_use_stays(serve, adapters):
         async with await model.worker.submit([[5]], sampling, stop_ids=(), adapter="legal"):
             gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "legal"}, headers=ADMIN)
             assert (gone.status_code, gone.json()["error"]["code"]) == (409, "adapter_in_use")
-        gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "legal"}, headers=ADMIN)
+        # A request for embeddings is computed text by text. The adapter stays between two texts.
+        hold, embedded = (
+            threading.Event(),
+            asyncio.create_task(client.post("/v1/embeddings", json=TEXTS, headers=ADMIN)),
+        )
+        await until(lambda: model.adapters["legal"].requests == 1)
+        held = asyncio.create_task(model.worker.call(lambda _: hold.wait(30)))
+        gone = asyncio.create_task(client.post("/v1/unload_lora_adapter", json=LEGAL, headers=ADMIN))
+        again = await client.post("/v1/unload_lora_adapter", json=LEGAL, headers=ADMIN)
+        assert (again.status_code, again.json()["error"]["code"]) == (409, "adapter_in_use")
+        hold.set()
+        await held
+        assert ((await gone).status_code, (await embedded).status_code) == (409, 200)
+        assert len((await embedded).json()["data"]) == len(TEXTS["input"])
+        gone = await client.post("/v1/unload_lora_adapter", json=LEGAL, headers=ADMIN)
         assert gone.status_code == 200
+        gone = await client.post("/v1/unload_lora_adapter", json=LEGAL, headers=ADMIN)
+        assert (gone.status_code, gone.json()["error"]["param"]) == (404, "lora_name")
 
     serve(test, settings=settings(adapters))
 

@@ -43,7 +43,7 @@ def test_embeddings_are_those_of_transformers(serve, chat_model):
             assert (status, answer["error"]["param"]) == (400, param)
         for ids, code in (([7] * 513, "context_length_exceeded"), ([99999], "invalid_value"), ([[]], "invalid_value")):
             status, answer = await post(input=ids)
-            assert (status, answer["error"]["code"]) == (400, code)
+            assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, code, "input")
 
     serve(test)
 

@@ -153,6 +153,27 @@ def test_parts_are_returned_as_soon_as_they_are_certain():
         assert [(d.content, d.index, d.name, d.arguments) for d in parser.feed(text)] == expected
 
 
+LONG = json.dumps({"text": 'né " }] ' * 15_000, "list": [1, None, {"a": True}] * 3_000})
+LONG_TEXTS = [  # characters per piece, text, content and arguments
+    (5, '<tool_call>{"name": "weather", "arguments": ' + LONG + "}</tool_call>", "", LONG),
+    (10**6, '<tool_call>{"arguments": ' + LONG + ', "name": "weather"}</tool_call>', "", LONG),
+    (5, " " * 200_000 + "a", " " * 200_000 + "a", None),
+    # Each marker could begin a call that lasts up to the end of the text.
+    (10**6, *('<tool_call>{"arguments": {"<tool_call>{"arguments": {"' * 2_000,) * 2, None),
+    (5, *('<tool_call>{"arguments": {' * 4_000,) * 2, None),
+]
+
+
+@pytest.mark.parametrize("number", range(len(LONG_TEXTS)))
+def test_long_texts_are_read_in_linear_time(number):
+    """In quadratic time, this test would take minutes."""
+    size, text, content, arguments = LONG_TEXTS[number]
+    parser = ToolCallParser(find_tool_format(template("qwen2_5")), TOOLS)
+    deltas = [delta for at in range(0, len(text), size) for delta in parser.feed(text[at : at + size])]
+    found, calls = join_deltas(deltas + parser.finish())
+    assert (found, [call.arguments for call in calls]) == (content, [] if arguments is None else [arguments])
+
+
 @pytest.fixture(scope="module")
 def byte_tokenizer(tmp_path_factory):
     """A tokenizer whose tokens are bytes, special tokens of Mistral, and a token that is not special."""

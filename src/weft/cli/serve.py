@@ -284,7 +284,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: set it to at least 1")
     for name, least in (("max_waiting", 0), ("drain_timeout", 0), ("lookup", 0)):
-        if getattr(args, name) < least:
+        if not getattr(args, name) >= least:  # also refuses NaN
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: set it to at least {least}")
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port {args.port}: set it to at most 65535, or to 0 for any free port")

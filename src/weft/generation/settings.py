@@ -115,7 +115,7 @@ class Sampling:
             if not ok:
                 raise UserError(f"{name} is {getattr(self, name)}; {remedy}")
         if not all(self.stop):
-            raise UserError("a stop string is empty; remove it")
+            raise UserError("stop has an empty string; remove it")
         if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (None, None, None):
             name = next(name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None)
             raise UserError(f"{name} has no effect with temperature 0 (greedy decoding); remove it, or set temperature")

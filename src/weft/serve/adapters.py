@@ -53,14 +53,22 @@ async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> dict[s
     async with services.admin_lock:
         model = next((one for one in services.models if body.lora_name in one.adapters), None)
         if model is None:
-            raise ApiError(404, "adapter_not_found", f"there is no adapter {body.lora_name!r}", "lora_name")
+            names = [name for one in services.models for name in one.adapters]
+            remedy = f"name one of {', '.join(names)}" if names else "no adapter is loaded"
+            what = f"there is no adapter {body.lora_name!r}; {remedy}"
+            raise ApiError(404, "adapter_not_found", what, "lora_name")
+        if count := model.adapters[body.lora_name].requests:
+            requests = "an unfinished request uses" if count == 1 else f"{count} unfinished requests use"
+            what = f"{requests} the adapter {body.lora_name!r}; try again later"
+            raise ApiError(409, "adapter_in_use", what, "lora_name")
+        adapter = model.adapters.pop(body.lora_name)  # a request that arrives now does not find it
         try:
             await model.worker.call(Engine.remove_adapter, body.lora_name)
-        except UserError as error:
+        except (UserError, EngineFailure) as error:
+            model.adapters[body.lora_name] = adapter
+            if isinstance(error, EngineFailure):
+                raise engine_error(error) from None
             raise ApiError(409, "adapter_in_use", error.what, "lora_name") from None
-        except EngineFailure as error:
-            raise engine_error(error) from None
-        del model.adapters[body.lora_name]
     return {"id": body.lora_name, "object": "model", "parent": model.name, "loaded": False}
 
 

@@ -14,6 +14,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from weft.data.conversations.messages import convert_messages, join_parts
+from weft.data.conversations.template import ChatTemplate
 from weft.data.sources.values import Unfit
 from weft.data.tokenizers.tokenizer import Prompt
 from weft.generation.constraints import new_constraint
@@ -25,10 +26,11 @@ from weft.serve.exchange import Output
 from weft.serve.json_route import JsonRoute
 from weft.serve.replies import ChatReply, CompletionReply, Job, Reply
 from weft.serve.sampling import make_sampling
-from weft.serve.schemas import ChatRequest, CompletionRequest, Message, SamplingRequest, list_of_prompts
+from weft.serve.schemas import ChatRequest, CompletionRequest, SamplingRequest, TokenizeRequest, list_of_prompts
 from weft.serve.served_model import ServedAdapter, ServedModel
 from weft.serve.services import Services, services_of
-from weft.serve.tools import prepare_tools, schema_of, template_messages
+from weft.serve.template_names import check_names
+from weft.serve.tools import plain_calls, prepare_tools, schema_of
 
 SILENT: Any = {"token": None, "text": "", "finish": "length"}  # instead of the token that the engine generates
 COMPLETION_TOKENS = 16  # default of `max_tokens` of completions, as in OpenAI's API
@@ -51,7 +53,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
         raise ApiError(400, "invalid_value", what, "max_tokens")
     work = partial(answer, services, model, adapter, body, len(many))
     prepare = partial(_prepare_completion, services, model, body, many)
-    return services.exchanges.new(partial(work, prepare, CompletionReply))
+    return services.exchanges.new(partial(work, prepare, CompletionReply), body)
 
 
 @router.post("/v1/chat/completions")
@@ -63,7 +65,7 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
         raise ApiError(400, "invalid_value", "top_logprobs needs logprobs: true; set it", "top_logprobs")
     work = partial(answer, services, model, adapter, body, 1)
     prepare = partial(prepare_chat, services, model, adapter, body)
-    return services.exchanges.new(partial(work, prepare, ChatReply))
+    return services.exchanges.new(partial(work, prepare, ChatReply), body)
 
 
 def _prepare_completion(
@@ -74,7 +76,7 @@ def _prepare_completion(
     encode = partial(model.tokenizer.prompt, special=special, whole=scored)
     prompts = [encode(one) if isinstance(one, str) else one for one in given]
     ids = [prompt.ids if isinstance(prompt, Prompt) else prompt for prompt in prompts]
-    rooms = [services.room(model, one) for one in ids]
+    rooms = [services.room(model, one, "prompt") for one in ids]
     wanted = COMPLETION_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     room = min((one for one in rooms if one is not None), default=wanted)
     sampling = make_sampling(body, min(wanted, room), logprobs=body.logprobs, prompt_logprobs=scored)
@@ -91,14 +93,14 @@ def _prepare_completion(
 def prepare_chat(services: Services, model: ServedModel, adapter: ServedAdapter | None, body: ChatRequest) -> Job:
     """Renders the messages of a chat. Runs outside of the event loop."""
     chat = model.chat_format(adapter)
-    messages = template_messages(chat_messages(body.messages), chat.template)
+    messages = template_messages(body, chat.template)
     schema = schema_of(body.response_format, "response_format")
     several = body.parallel_tool_calls is not False
     tools = prepare_tools(
         chat.template, model.tokenizer, body.tools or (), body.tool_choice, several=several, schema=schema
     )
     asked = model.chat_prompt(messages, tools and tools.tools, body.chat_template_kwargs, adapter)
-    room = services.room(model, asked.prompt.ids)
+    room = services.room(model, asked.prompt.ids, "messages")
     limit = services.settings.max_new_tokens or UNKNOWN_WINDOW
     wanted = body.max_completion_tokens or body.max_tokens or (limit if room is None else min(room, limit))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -114,20 +116,22 @@ def prepare_chat(services: Services, model: ServedModel, adapter: ServedAdapter 
     return Job([asked.prompt], sampling, stop_ids, [asked.lead], tools=tools)
 
 
-def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Returns messages in the form that chat templates expect.
+def template_messages(body: ChatRequest | TokenizeRequest, template: ChatTemplate) -> list[dict[str, Any]]:
+    """Returns the messages of a request in the form that its chat template expects.
 
     Raises:
-        ApiError: a message has no text.
+        ApiError: a message has no text, or the template does not use a key or a variable.
     """
-    raw = [message.model_dump(exclude_none=True) for message in messages]
+    raw = [message.model_dump(exclude_none=True) for message in body.messages or ()]
+    check_names(template, raw, body.chat_template_kwargs, with_tools=bool(body.tools))
     try:
         converted = [join_parts(one) for one in convert_messages(raw, "messages", "role", "content")]
     except Unfit as bad:
         what = f"{bad.reason} ({bad.hint})" if bad.hint else bad.reason
         raise ApiError(400, "invalid_message", f"messages: {what}; correct it", "messages") from None
     # Templates know the role under its earlier name.
-    return [one | {"role": "system"} if one["role"] == "developer" else one for one in converted]
+    converted = [one | {"role": "system"} if one["role"] == "developer" else one for one in converted]
+    return plain_calls(converted, template)
 
 
 async def answer(
@@ -143,7 +147,7 @@ async def answer(
     """Generates the choices of a request, and sends them."""
     services.check_limits(body, prompts)
     watch = services.metrics.watch(model)
-    async with model.slots(prompts * (body.n or 1)):
+    async with model.slots(prompts * (body.n or 1), adapter):
         job = await asyncio.to_thread(prepare)
         watch.begin(job.prompt_tokens)
         reply = form(model, adapter.name if adapter else model.name, job)

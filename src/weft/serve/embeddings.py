@@ -29,7 +29,7 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     services = services_of(request)
     model, adapter = services.models.find(body.model)
     texts = list_of_prompts(body.input, "input")
-    return services.exchanges.new(partial(_answer, services, model, adapter, body, texts))
+    return services.exchanges.new(partial(_answer, services, model, adapter, body, texts), body)
 
 
 async def _answer(
@@ -41,7 +41,7 @@ async def _answer(
     output: Output,
 ) -> None:
     name = adapter and adapter.name
-    async with model.slots(1):
+    async with model.slots(1, adapter):
         prompts = await asyncio.to_thread(_encode, services, model, texts)
         data = []
         for index, ids in enumerate(prompts):
@@ -75,7 +75,7 @@ def _encode(services: Services, model: ServedModel, texts: Sequence[str | list[i
         model.tokenizer.encode(text, add_special_tokens=True) if isinstance(text, str) else text for text in texts
     ]
     for ids in prompts:
-        services.check_prompt(ids)
+        services.check_prompt(ids, "input")
         if model.window is not None and len(ids) > model.window:
             what = f"a text has {len(ids):,} tokens, but the model's window has {model.window:,}"
             raise ApiError(400, "context_length_exceeded", f"{what}; shorten the text", "input")

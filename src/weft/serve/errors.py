@@ -64,14 +64,34 @@ class ApiError(HTTPException):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def as_api_error(error: BaseException) -> ApiError:
-    """Returns the error with which a request is answered. An error that the client did not cause is logged."""
-    if isinstance(error, ApiError):
-        return error
+def as_api_error(error: BaseException, body: BaseModel | None = None) -> ApiError:
+    """Returns the error with which a request is answered. An error that the client did not cause is logged.
+
+    Args:
+        error: the exception that ended the request.
+        body: the request, one of whose keys the error can name. Its attribute `renamed`, if any, maps names of keys
+            that errors contain to the names in the request.
+    """
     if isinstance(error, UserError):
-        return ApiError(400, "invalid_value", error.what)
+        error = ApiError(400, "invalid_value", error.what, None if body is None else _param(error.what, body))
+    if isinstance(error, ApiError):
+        for old, new in getattr(body, "renamed", {}).items():
+            error.message = error.message.replace(old, new)
+            error.param = new if error.param == old else error.param
+        return error
     logger.error("a request failed: %s", describe_exception(error), exc_info=error)
     return ApiError(500, "internal_error", "the server failed to answer this request; its log has the cause")
+
+
+def _param(what: str, body: BaseModel) -> str | None:
+    """Returns the key of a request to which a message of the engine or of a chat template belongs, or None."""
+    fields, first = type(body).model_fields, what.split()[0]
+    if first in fields:
+        return first
+    prompt = next((name for name in ("prompt", "input") if name in fields), "messages")
+    constraint = "tools" if getattr(body, "tools", None) else "response_format"
+    words = {"prompt": prompt, "template": "messages", "json_schema": constraint}
+    return next((name for word, name in words.items() if word in what), None)
 
 
 def handle_errors(app: FastAPI) -> None:

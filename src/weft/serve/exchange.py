@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import orjson
+from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -71,8 +72,8 @@ class Exchanges:
             if not future.done():
                 future.set_result(error)
 
-    def new(self, work: Callable[[Output], Awaitable[None]]) -> Exchange:
-        return Exchange(self, work)
+    def new(self, work: Callable[[Output], Awaitable[None]], body: BaseModel) -> Exchange:
+        return Exchange(self, work, body)
 
 
 class Exchange(Response):
@@ -83,11 +84,12 @@ class Exchange(Response):
     Args:
         exchanges: the exchanges of the application.
         work: the coroutine.
+        body: the request.
     """
 
-    def __init__(self, exchanges: Exchanges, work: Callable[[Output], Awaitable[None]]):
+    def __init__(self, exchanges: Exchanges, work: Callable[[Output], Awaitable[None]], body: BaseModel):
         super().__init__()
-        self._exchanges, self._work = exchanges, work
+        self._exchanges, self._work, self._body = exchanges, work, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         output, loop = Output(send), asyncio.get_running_loop()
@@ -112,11 +114,12 @@ class Exchange(Response):
             left.cancel()
         if error is None:
             return
+        error = as_api_error(error, self._body)
         if not output.streams:
             raise error
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):
-                await output.events(as_api_error(error).body, last=True)
+                await output.events(error.body, last=True)
 
 
 async def _disconnection(receive: Receive) -> None:

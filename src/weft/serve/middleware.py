@@ -29,6 +29,8 @@ HEADERS = {
 class Guard:
     """Refuses requests without a key, for another host, or with a large body. Sets headers of responses.
 
+    A HEAD request is answered as a GET request, without the body.
+
     Args:
         app: the application.
         settings: the limits.
@@ -41,6 +43,9 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        head = scope["method"] == "HEAD"
+        if head:  # routes of FastAPI do not accept HEAD
+            scope = {**scope, "method": "GET"}
         request_id = secrets.token_hex(8)
         received, started, complete = 0, False, False
         deadline = asyncio.get_running_loop().time() + self.settings.body_timeout
@@ -53,6 +58,8 @@ class Guard:
                 headers["x-request-id"] = request_id
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
+            elif head and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
             await send(message)
 
         async def receive_limited() -> Message:

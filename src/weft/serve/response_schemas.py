@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -57,6 +57,13 @@ class ResponseStreamOptions(Section):
 
 class ResponseRequest(Section):
     """A request of `/v1/responses`."""
+
+    # Name of a key of chat completions -> name of the key here.
+    renamed: ClassVar = {
+        "response_format": "text.format",
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+    }
 
     model: str | None = Field(None, description="Name of a model or of an adapter; default: the first model.")
     input: str | list[dict[str, Any]] = Field(

@@ -36,7 +36,7 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     model, adapter = services.models.find(body.model)
     chat = _as_chat(body)
     work = partial(answer, services, model, adapter, chat, 1, partial(prepare_chat, services, model, adapter, chat))
-    return services.exchanges.new(partial(work, partial(ResponseReply, body)))
+    return services.exchanges.new(partial(work, partial(ResponseReply, body)), body)
 
 
 def _as_chat(body: ResponseRequest) -> ChatRequest:
@@ -62,6 +62,9 @@ def _as_chat(body: ResponseRequest) -> ChatRequest:
     ]
     choice = body.tool_choice
     logprobs = body.include is not None and "message.output_text.logprobs" in body.include
+    if body.top_logprobs and not logprobs:
+        what = "top_logprobs needs include: ['message.output_text.logprobs']; set it"
+        raise ApiError(400, "invalid_value", what, "top_logprobs")
     shared = ("model", "temperature", "top_p", "stream", "parallel_tool_calls")
     try:
         return ChatRequest.model_validate(
@@ -80,7 +83,7 @@ def _as_chat(body: ResponseRequest) -> ChatRequest:
         )
     except ValidationError as error:
         problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
+        place = ".".join(map(str, problem["loc"][2:]))  # without the number of the message
         raise ApiError(400, "invalid_value", f"input: {place}: {problem['msg']}; correct it", "input") from None
 
 

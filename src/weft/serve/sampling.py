@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.errors import UserError
 from weft.generation.settings import Sampling
-from weft.serve.errors import ApiError
+from weft.serve.errors import as_api_error
 from weft.serve.schemas import SamplingRequest
 
 FORBIDDEN_BIAS = -100.0  # OpenAI's API: this amount forbids a token
@@ -49,5 +49,4 @@ def make_sampling(body: SamplingRequest, max_new_tokens: int, **settings: Any) -
             **settings,
         )
     except UserError as error:
-        param = error.what.split()[0]
-        raise ApiError(400, "invalid_value", error.what, param if param in type(body).model_fields else None) from None
+        raise as_api_error(error, body) from None

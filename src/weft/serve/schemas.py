@@ -164,21 +164,22 @@ class JsonSchemaFormat(Section):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Section):
     name: str
     arguments: str | dict[str, Any] | None = Field(None, description="The arguments, an object or its JSON text.")
 
 
-class MessageCall(BaseModel):
+class MessageCall(Section):
     """A tool call of an earlier answer."""
 
+    index: int | None = Field(None, description=NO_EFFECT)
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class Message(BaseModel):
-    """A message of a conversation. Further keys are passed to the chat template."""
+    """A message of a conversation. Further keys must be keys that the chat template uses, or null."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 

@@ -30,12 +30,14 @@ class ServedAdapter:
         path: folder of the adapter.
         chat: chat format of the adapter, if it has one of its own.
         created: Unix time at which the adapter was added.
+        requests: number of unfinished requests that use the adapter.
     """
 
     name: str
     path: str
     chat: ChatFormat | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    requests: int = 0
 
 
 class ServedModel:
@@ -63,6 +65,7 @@ class ServedModel:
         self.worker = EngineWorker(engine, engine.max_batch + max_waiting, sharded=sharded)
         self.adapters: dict[str, ServedAdapter] = {}
         self.created = int(time.time())
+        self._check: asyncio.Task[None] | None = None
         self._frames: WeakKeyDictionary[ChatFormat, tuple[str, str, str]] = WeakKeyDictionary()
 
     @cached_property
@@ -71,8 +74,11 @@ class ServedModel:
         limits = [limit for limit in (longest_text(self.engine.model), self.engine.capacity) if limit is not None]
         return min(limits, default=None)
 
-    def room(self, prompt: Sequence[int]) -> int | None:
+    def room(self, prompt: Sequence[int], param: str) -> int | None:
         """Returns the number of tokens that fit in the model's window after a prompt; None: any.
+
+        Args:
+            param: key of the request, for messages.
 
         Raises:
             ApiError: there is no room for a token.
@@ -82,7 +88,7 @@ class ServedModel:
         if len(prompt) >= self.window:
             # Clients such as LiteLLM recognize this error by OpenAI's words.
             what = f"This model's maximum context length is {self.window:,} tokens, and the prompt has {len(prompt):,}"
-            raise ApiError(400, "context_length_exceeded", f"{what}; shorten the prompt")
+            raise ApiError(400, "context_length_exceeded", f"{what}; shorten the prompt", param)
         return self.window - len(prompt)
 
     def chat_format(self, adapter: ServedAdapter | None = None) -> ChatFormat:
@@ -121,12 +127,15 @@ class ServedModel:
         return chat.prompt(messages, frame, tools, variables)
 
     @asynccontextmanager
-    async def slots(self, sequences: int) -> AsyncIterator[None]:
-        """Context in which a request occupies places in the queue.
+    async def slots(self, sequences: int, adapter: ServedAdapter | None = None) -> AsyncIterator[None]:
+        """Context in which a request occupies places in the queue, and its adapter stays.
 
         Raises:
-            ApiError: the queue is full, or too small.
+            ApiError: the queue is full or too small, or the adapter has been removed.
         """
+        if adapter is not None and self.adapters.get(adapter.name) is not adapter:
+            what = f"the adapter {adapter.name!r} has been removed; use another model"
+            raise ApiError(404, "model_not_found", what, "model")
         if sequences > self.worker.max_open:
             what = f"{sequences} choices were requested, but the server's queue has {self.worker.max_open} places"
             raise ApiError(400, "too_many_choices", f"{what}; send several requests", "n")
@@ -135,10 +144,14 @@ class ServedModel:
         except Busy:
             what = f"too many requests: {self.worker.open} texts are being generated or wait; try again later"
             raise ApiError(429, "queue_full", what, headers={"Retry-After": "1"}) from None
+        if adapter is not None:
+            adapter.requests += 1
         try:
             yield
         finally:
             self.worker.release(sequences)
+            if adapter is not None:
+                adapter.requests -= 1
 
     @asynccontextmanager
     async def generate(
@@ -161,15 +174,17 @@ class ServedModel:
             raise engine_error(error) from None
 
     async def check(self, timeout: float = 30.0) -> str | None:
-        """Asks the engine's thread for an answer. Returns what is wrong, or None."""
-        try:
-            async with asyncio.timeout(timeout):
-                await self.worker.call(None)
-        except TimeoutError:
+        """Asks the engine's thread for an answer. Returns what is wrong, or None.
+
+        Calls at the same time wait for one answer, so that they do not queue up behind an engine that hangs.
+        """
+        if self._check is None or self._check.done():
+            self._check = asyncio.ensure_future(self.worker.call(None))
+        done, _ = await asyncio.wait({self._check}, timeout=timeout)
+        if not done:
             return f"the engine has not responded for {timeout:g} seconds"
-        except EngineFailure as error:
-            return str(error)
-        return None
+        error = self._check.exception()
+        return None if error is None else str(error)
 
 
 def engine_error(error: EngineFailure) -> ApiError:

@@ -80,21 +80,24 @@ class Services:
                 what = f"{name} is {wanted:,}, but the server's limit is {limit:,}"
                 raise ApiError(400, "too_many_tokens", f"{what}; lower it", name)
 
-    def room(self, model: ServedModel, prompt: Sequence[int]) -> int | None:
+    def room(self, model: ServedModel, prompt: Sequence[int], param: str) -> int | None:
         """Returns the number of tokens that fit in the model's window after a prompt; None: any.
+
+        Args:
+            param: key of the request, for messages.
 
         Raises:
             ApiError: the prompt is too long.
         """
-        self.check_prompt(prompt)
-        return model.room(prompt)
+        self.check_prompt(prompt, param)
+        return model.room(prompt, param)
 
-    def check_prompt(self, prompt: Sequence[int]) -> None:
+    def check_prompt(self, prompt: Sequence[int], param: str) -> None:
         """Raises ApiError if a prompt has more tokens than the server allows."""
         limit = self.settings.max_prompt_tokens
         if limit is not None and len(prompt) > limit:
             what = f"the prompt has {len(prompt):,} tokens, but the server's limit is {limit:,}"
-            raise ApiError(400, "context_length_exceeded", f"{what}; shorten the prompt")
+            raise ApiError(400, "context_length_exceeded", f"{what}; shorten the prompt", param)
 
 
 def services_of(request: Request) -> Services:

@@ -7,14 +7,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from weft.serve.completions import chat_messages
+from weft.serve.completions import template_messages
 from weft.serve.errors import ApiError
 from weft.serve.json_route import JsonRoute
 from weft.serve.logprobs import token_text
 from weft.serve.schemas import DetokenizeRequest, TokenizeRequest
 from weft.serve.served_model import ServedAdapter, ServedModel
 from weft.serve.services import services_of
-from weft.serve.tools import template_messages
 
 router = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
@@ -45,7 +44,7 @@ def _encode(model: ServedModel, adapter: ServedAdapter | None, body: TokenizeReq
     if body.messages is None:
         return model.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     chat = model.chat_format(adapter)
-    messages = template_messages(chat_messages(body.messages), chat.template)
+    messages = template_messages(body, chat.template)
     tools = [tool.model_dump(exclude_unset=True, exclude_none=True) for tool in body.tools or ()] or None
     if body.add_generation_prompt is not False:
         return model.chat_prompt(messages, tools, body.chat_template_kwargs, adapter).prompt.ids

@@ -17,6 +17,7 @@ PYTHON_TAG = "<|python_tag|>"  # Llama 3.1 can write this token before a call
 ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "id", "type", *ARGUMENTS)  # keys of a call
 _BLANK = " \t\r\n"
+_UNQUOTED = {*"{}[]:,+-.0123456789eE", *"true false null NaN Infinity", *_BLANK}  # characters of JSON outside of texts
 _LONGEST_NAME = 256  # characters
 _END = ""
 
@@ -69,9 +70,9 @@ class ToolCallParser:
         self._format, self._names = format, names
         self._deltas: list[Delta] = []
         self._queue: deque[str] = deque()
-        self._raw = ""  # the text that becomes content if it is not a call
+        self._raw: list[str] = []  # the text that becomes content if it is not a call
         self._open = False  # whether the call that is read was already returned
-        self._space = ""  # white space at the end of the content, which is no content if a call follows
+        self._space: list[str] = []  # white space at the end of the content, which is no content if a call follows
         self._ended = False
         self.calls = 0
         self._reader = self._read()
@@ -93,21 +94,23 @@ class ToolCallParser:
         return self._take()
 
     def _send(self, character: str) -> None:
-        self._raw += character
+        self._raw.append(character)
         self._reader.send(character)
 
     def _take(self) -> list[Delta]:
         """Returns the new parts; joins adjacent parts of the content or of one call."""
-        taken: list[Delta] = []
+        groups: list[list[Delta]] = []
         for delta in self._deltas:
-            last = taken[-1] if taken else None
+            last = groups[-1][-1] if groups else None
             if last is not None and last.index == delta.index and last.id is delta.id is None:
-                joined = last.content + delta.content, last.arguments + delta.arguments
-                taken[-1] = last._replace(content=joined[0], arguments=joined[1])
+                groups[-1].append(delta)
             else:
-                taken.append(delta)
+                groups.append([delta])
         self._deltas.clear()
-        return taken
+        return [
+            group[0]._replace(content="".join(d.content for d in group), arguments="".join(d.arguments for d in group))
+            for group in groups
+        ]
 
     # The methods below are coroutines that receive one character at a time, or _END. They return the first character
     # that they do not use.
@@ -136,13 +139,14 @@ class ToolCallParser:
                 found = ""
             else:
                 self._content(character)
-                self._raw = ""
+                self._raw.clear()
             character = yield
         if not self.calls:
             self._flush()
 
     def _marked_calls(self) -> Generator[None, str, None]:
-        self._raw, space, self._space, calls = "", self._space, "", self.calls
+        space, self._space, calls = self._space, [], self.calls
+        self._raw.clear()
         try:
             self._put_back((yield from self._calls((yield))))
         except _NotACall:
@@ -153,25 +157,25 @@ class ToolCallParser:
 
     def _put_back_raw(self) -> None:
         """Makes text content that is not a call. The end of an incomplete call whose arguments are known is dropped."""
-        self._put_back("" if self._ended and self._open else self._raw)
+        self._put_back("" if self._ended and self._open else "".join(self._raw))
 
     def _put_back(self, text: str) -> None:
         """Puts text back into the queue, to be read again."""
         self._queue.extendleft(reversed(text))
-        self._raw = ""
+        self._raw.clear()
 
     def _content(self, text: str) -> None:
         for character in text:
             if character in _BLANK:
-                self._space += character
+                self._space.append(character)
             else:
                 self._flush()
                 self._deltas.append(Delta(character))
 
     def _flush(self) -> None:
         if self._space:
-            self._deltas.append(Delta(self._space))
-        self._space = ""
+            self._deltas.append(Delta("".join(self._space)))
+        self._space.clear()
 
     def _bare_call(self) -> Reader:
         character = yield from self._blanks((yield))
@@ -193,10 +197,11 @@ class ToolCallParser:
                 character = yield from self._json_call(character)
             else:
                 character = yield from self._named_call(character)
-            self._raw = character
+            self._raw = [character]
             character = yield from self._blanks(character)
             while form.is_json and character and character in ",;]":
-                character = self._raw = yield from self._blanks((yield))
+                character = yield from self._blanks((yield))
+                self._raw = [character]
             if form.is_json and character == "{":
                 continue
             if character == _END:
@@ -284,6 +289,8 @@ class ToolCallParser:
                 escaped = character == "\\" and not escaped
             elif character == '"':
                 quoted = True
+            elif not self._open and character not in _UNQUOTED:
+                raise _NotACall  # now, so that no character is read more often than a few times
             elif character in "{[":
                 depth += 1
             elif character in "}]":
@@ -303,11 +310,12 @@ class ToolCallParser:
         id = secrets.token_hex(style)[:style] if style else f"call_{secrets.token_hex(12)}"
         self._deltas.append(Delta(index=self.calls, id=id, name=name))
         self.calls += 1
-        self._open, self._raw = True, ""
+        self._open = True
+        self._raw.clear()
 
     def _argument(self, text: str) -> None:
         self._deltas.append(Delta(index=self.calls - 1, arguments=text))
-        self._raw = ""
+        self._raw.clear()
 
 
 def _loads(parts: Sequence[str]) -> object:

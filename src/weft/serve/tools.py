@@ -102,7 +102,7 @@ def tool_format(template: ChatTemplate) -> ToolFormat | None:
     return find_tool_format(template)
 
 
-def template_messages(messages: Sequence[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
+def plain_calls(messages: Sequence[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
     """Returns messages with calls as the template expects them."""
     if not any(message.get("tool_calls") for message in messages):
         return list(messages)
