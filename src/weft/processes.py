@@ -16,6 +16,11 @@ LAUNCHER = "WEFT_LAUNCHER"  # environment variable of a rank: the launcher's pro
 STORE_SOCKET = "WEFT_STORE_SOCKET"  # environment variable of rank 0: a listening socket for its store
 
 
+def attempt() -> int:
+    """Returns the number of this attempt to train, counted from 1. Weft's launcher and torchrun count restarts."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + 1
+
+
 def usable_cores() -> int:
     """Returns the number of CPU cores in this process's affinity mask.
 

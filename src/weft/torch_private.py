@@ -114,6 +114,8 @@ NAMES = (
                 "exist", "`weft profile --structure` shows only meshes of one rank"),
     PrivateName("torch._subclasses.fake_tensor:FakeTensorMode", "runs a layer without memory, to count its saved "
                 "tensors", "`weft profile --structure` shows no memory of saved tensors"),
+    PrivateName("torch._C._distributed_c10d:_dump_fr_trace_json", "the last collectives of a rank that hangs; in "
+                "builds with NCCL, _dump_nccl_trace_json", "no record of collectives beside the stacks"),
     PrivateName("torch._inductor:aoti_compile_and_package", "documented, but below a private module",
                 "`weft export --to aoti` fails"),
 )  # fmt: skip
@@ -147,9 +149,7 @@ def _exists(name: str) -> bool:
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's own dict of its direct parameters (`_parameters`). Assigning to it can replace a parameter by
-    a plain tensor.
-    """
+    """Returns a module's own dict of its direct parameters (`_parameters`), in which a plain tensor can replace one."""
     return module._parameters
 
 
@@ -320,6 +320,14 @@ def fake_ranks(ranks: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         forget_groups()
+
+
+def recorded_collectives() -> bytes:
+    """Returns the last collectives of this process, as JSON of PyTorch's flight recorder."""
+    from torch._C import _distributed_c10d as c10d
+
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
+    return dump() if dump is not None else b""
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

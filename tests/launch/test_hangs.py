@@ -6,9 +6,9 @@ import sys
 import pytest
 from running import QUIET, finish, losses, start
 
-from weft.launch import hang, supervisor
-from weft.launch.hang import HangWatch
+from weft.launch import supervisor
 from weft.launch.supervisor import Supervisor, supervise
+from weft.observe.status import START_SECONDS, Progress
 
 RANK = """
 import os, signal, sys, time
@@ -84,21 +84,18 @@ time.sleep(2)
     assert (code, errors, (run / "logs").exists()) == (0, "", False)
 
 
-def test_the_default_adapts_to_the_steps(tmp_path):
-    class Rank:
-        step, first_step, longest, may_take = None, None, 0.5, 0.0
-
-    rank, watch = Rank(), HangWatch(None, tmp_path)
-    assert watch.allowed(rank) == hang.START_SECONDS
+def test_the_default_adapts_to_the_steps():
+    rank = Progress(longest=0.5)
+    assert rank.allowed(None) == START_SECONDS
     rank.step = rank.first_step = 40
-    assert watch.allowed(rank) == hang.START_SECONDS  # compilation
+    assert rank.allowed(None) == START_SECONDS  # compilation
     rank.step = 42
-    assert watch.allowed(rank) == 60
+    assert rank.allowed(None) == 60
     rank.longest = 30
-    assert watch.allowed(rank) == 300
+    assert rank.allowed(None) == 300
     rank.may_take = 600
-    assert watch.allowed(rank) == 600
-    assert HangWatch(5.0, tmp_path).allowed(rank) == 600
+    assert rank.allowed(None) == 600
+    assert rank.allowed(5.0) == 600
 
 
 HANGS = """

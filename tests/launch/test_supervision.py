@@ -73,6 +73,14 @@ def test_ranks_that_do_not_answer_a_signal_are_named_and_killed(launch):
     assert "the run has no checkpoint yet, so the same command starts over" in killed
 
 
+def test_a_deadline_ends_ranks_that_are_still_busy(launch, monkeypatch):
+    monkeypatch.setenv("WEFT_STOP_WITHIN", "1")
+    monkeypatch.setattr(local, "STOP_SECONDS", 60.0)
+    code, errors = launch("while True: alive(); time.sleep(0.1)", signal.SIGTERM)
+    assert code == 3
+    assert "killed at the deadline of 1 s (--stop-within): rank 0 (process " in errors
+
+
 def test_a_second_ctrl_c_kills_at_once(launch):
     code, errors = launch(STUCK, signal.SIGINT, signal.SIGINT)
     assert code == 130

@@ -17,6 +17,24 @@ if TYPE_CHECKING:
 
 HELP = "train the model that a run file describes; resume an interrupted run"
 GROUP = "train"
+EPILOG = (
+    "examples:\n"
+    "  weft train run.yaml\n"
+    "  weft train run.yaml optimizer.lr=1e-3 training.steps=2000\n"
+    "  weft train run.yaml --nproc 4                       four processes on this machine (FSDP2)\n"
+    "  weft train run.yaml --nproc 4 --max-restarts 20     the same, restarted after a failure\n"
+    "  torchrun --nnodes 2 --nproc-per-node 8 ... -m weft train run.yaml\n\n"
+    "exit codes:\n"
+    "  0    finished\n"
+    "  1    the loss is not finite (a checkpoint is saved), or a bug of Weft (a traceback is printed)\n"
+    "  2    an error in the input, too little memory or disk space, or an exception in custom code\n"
+    "  3    a local process was killed, hung, or did not stop in time (the same command resumes from the last\n"
+    "       checkpoint)\n"
+    "  129  stopped by SIGHUP (a checkpoint is saved)\n"
+    "  130  stopped by Ctrl-C (a checkpoint is saved)\n"
+    "  143  stopped by SIGTERM (a checkpoint is saved)\n"
+    "Under torchrun every exit code other than 0 becomes 1."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,23 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "has checkpoints, training resumes from the newest. SIGTERM, SIGHUP and Ctrl-C save a checkpoint and exit.\n"
         "The same command resumes the run. Failures of local processes are recorded in logs/failures.jsonl."
     )
-    parser.epilog = (
-        "examples:\n"
-        "  weft train run.yaml\n"
-        "  weft train run.yaml optimizer.lr=1e-3 training.steps=2000\n"
-        "  weft train run.yaml --nproc 4                       four processes on this machine (FSDP2)\n"
-        "  weft train run.yaml --nproc 4 --max-restarts 20     the same, restarted after a failure\n"
-        "  torchrun --nnodes 2 --nproc-per-node 8 ... -m weft train run.yaml\n\n"
-        "exit codes:\n"
-        "  0    finished\n"
-        "  1    the loss is not finite (a checkpoint is saved), or a bug of Weft (a traceback is printed)\n"
-        "  2    an error in the input, too little memory or disk space, or an exception in custom code\n"
-        "  3    a local process was killed, or did not stop (the same command resumes from the last checkpoint)\n"
-        "  129  stopped by SIGHUP (a checkpoint is saved)\n"
-        "  130  stopped by Ctrl-C (a checkpoint is saved)\n"
-        "  143  stopped by SIGTERM (a checkpoint is saved)\n"
-        "Under torchrun every exit code other than 0 becomes 1."
-    )
+    parser.epilog = EPILOG
     add_run_arguments(parser)
     parser.add_argument(
         "--fresh", action="store_true", help="move the contents of the run directory aside and start over"
@@ -51,6 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="move damaged checkpoints aside and resume from the last complete one",
     )
+    add_restart_arguments(parser)
+    parser.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="resume although changes of config or data alter the training; manifest.json records them",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read every byte of the token stores first (default: sizes and a sample)"
+    )
+
+
+def add_restart_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that decide when processes are started again, and when they end."""
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -67,16 +82,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="count only the restarts of the last SECONDS for --max-restarts (default: all restarts)",
     )
     parser.add_argument(
-        "--accept-changes",
-        action="store_true",
-        help="resume although changes of config or data alter the training; manifest.json records them",
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="read every byte of the token stores first (default: sizes and a sample)"
+        "--stop-within",
+        type=float,
+        metavar="SECONDS",
+        help="after SIGTERM or SIGHUP, end all processes within SECONDS. If the checkpoint may take longer, save one "
+        "in the memory of the host first (default: the environment variable WEFT_STOP_WITHIN, or no deadline)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    from weft.train.stop import STOP_WITHIN, stop_within
+
     flags = {"--fresh": args.fresh, "--from-last-good": args.from_last_good, "--accept-changes": args.accept_changes}
     flags["--verify"] = args.verify
     options = [flag for flag, given in flags.items() if given]
@@ -84,7 +100,16 @@ def run(args: argparse.Namespace) -> int:
     def prepare(config: RunConfig) -> tuple[Path, list[str]]:
         return config.run_directory, options
 
-    return run_on_ranks(args, "train", lambda config: fit(config, args), prepare, supervisor_of(args))
+    before = os.environ.get(STOP_WITHIN)
+    if args.stop_within is not None:
+        os.environ[STOP_WITHIN] = f"{args.stop_within:g}"  # local processes inherit it
+    try:
+        stop_within()
+        return run_on_ranks(args, "train", lambda config: fit(config, args), prepare, supervisor_of(args))
+    finally:
+        os.environ.pop(STOP_WITHIN, None)
+        if before is not None:
+            os.environ[STOP_WITHIN] = before
 
 
 def supervisor_of(args: argparse.Namespace) -> Supervisor | None:
@@ -108,11 +133,7 @@ def supervisor_of(args: argparse.Namespace) -> Supervisor | None:
 
 def fit(config: RunConfig, args: argparse.Namespace) -> Outcome:
     """Trains on this rank, and returns the outcome."""
-    from weft.observe import status
-    from weft.observe.console import Console
     from weft.train.trainer import Trainer
 
-    if config.training.hang_timeout is not None and not status.connected() and os.environ.get("RANK", "0") == "0":
-        Console().warning("training.hang_timeout has no effect under torchrun; use the time-outs of the process group")
     options = {"from_last_good": args.from_last_good, "accept_changes": args.accept_changes, "verify": args.verify}
     return Trainer(config, fresh=args.fresh, **options).fit()

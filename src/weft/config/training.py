@@ -101,7 +101,8 @@ class TrainingSection(Section):
     `logs/stacks-N.txt` and kills them. With `--max-restarts`, they are then started again, and the default is 10 times
     the longest recent step, at least 60; without it, ranks that hang are not killed by default. Each micro-batch is
     progress. The first two steps of an attempt may take 30 minutes, and a save, a validation or the end of the run 10,
-    whatever the value is. Under torchrun, the key has no effect, and a warning says so.
+    whatever the value is. Under torchrun and in programs of your own, each rank watches itself in the same way, and a
+    rank that hangs exits with code 3. torchrun's `--max-restarts` then starts all ranks again.
     """
 
 

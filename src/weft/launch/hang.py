@@ -12,9 +12,6 @@ from pathlib import Path
 from weft.launch.failures import print_error
 from weft.launch.rank import STACKS_SIGNAL, Rank
 
-START_SECONDS = 1800.0  # until a rank has made its first steps: loading, compilation, connections of many hosts
-FIRST_STEPS = 2  # steps that may take START_SECONDS; the second one still compiles if shapes vary
-LEAST_SECONDS, SLOWER = 60.0, 10  # without a configured time-out: SLOWER times the longest recent step, at least this
 STACK_SECONDS = 3.0  # a rank that does not write its stacks for this time is killed without them
 
 
@@ -30,20 +27,10 @@ class HangWatch:
     timeout: float | None
     stacks: Path
 
-    def allowed(self, rank: Rank) -> float:
-        """Returns the seconds that a rank may be without a report of progress.
-
-        A save, a validation or another long task may take the time that the rank asked for, even if it is longer.
-        """
-        if rank.step is None or rank.first_step is None or rank.step < rank.first_step + FIRST_STEPS:
-            return max(START_SECONDS, rank.may_take)
-        steps = self.timeout if self.timeout is not None else max(LEAST_SECONDS, SLOWER * rank.longest)
-        return max(steps, rank.may_take)
-
     def hangs(self, alive: Sequence[Rank]) -> bool:
         """Whether a rank reports no progress for too long."""
         now = time.monotonic()
-        return any(now - rank.since > self.allowed(rank) for rank in alive)
+        return any(now - rank.since > rank.allowed(self.timeout) for rank in alive)
 
     def dump(self, alive: Sequence[Rank]) -> bool:
         """Appends the Python stacks of all threads of all ranks to the file. Returns False if it cannot be written."""

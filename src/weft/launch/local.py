@@ -26,6 +26,7 @@ from weft.launch.hang import HangWatch, hung_first
 from weft.launch.rank import STACKS_SIGNAL, Rank, start_rank
 from weft.observe import status
 from weft.processes import LAUNCHER, die_with, signal_handler
+from weft.train.stop import MOST_RESERVE, RESERVE, stop_within
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask a run to save and exit
 POLL = 0.1  # seconds between two checks of the processes
@@ -46,6 +47,7 @@ class LocalRanks:
             then.
         killed: the ranks that the launcher killed.
         watch: detects ranks that hang; None: they are not detected.
+        within: seconds after SIGTERM or SIGHUP in which all processes must end; None: no deadline.
         hang: the verdict about ranks that hung; None if no rank hung.
     """
 
@@ -58,6 +60,7 @@ class LocalRanks:
         watch: HangWatch | None = None,
     ):
         self.run_directory, self.received, self.watch = run_directory, received, watch
+        self.within = stop_within()
         self.hang: Verdict | None = None
         self.ending: float | None = None
         self.killed: set[int] = set()
@@ -149,13 +152,17 @@ class LocalRanks:
         quiet = time.monotonic() - max(since, *(rank.since for rank in alive))
         allowed = max(max(2 * rank.longest, rank.may_take) for rank in alive)
         most = STOP_SECONDS + allowed if self.received else FAIL_SECONDS
+        late = False
+        if self.within is not None and self.received and signal.SIGINT not in self.received:
+            late = time.monotonic() - since > self.within - min(MOST_RESERVE, RESERVE * self.within) / 2
         # A suspended rank delays the other ranks, so it is listed first.
         order = sorted(alive, key=lambda rank: (not rank.is_stopped, rank.number))
         shown = first_few([str(rank) for rank in order], NAMED, "; ")
-        if self.received.count(signal.SIGINT) > 1 or quiet > most:
+        if self.received.count(signal.SIGINT) > 1 or quiet > most or late:
             self.killed = {rank.number for rank in alive}
             self.send(signal.SIGKILL)
             why = f"killed after {quiet:.0f} s without progress" if quiet > most else "killed at the second Ctrl-C"
+            why = f"killed at the deadline of {self.within:g} s (--stop-within)" if late else why
             print_error(f"{why}: {shown}; {resume_hint(self.run_directory)}")
         elif self.received and quiet > WAIT_MESSAGE_SECONDS and not self.warned:
             self.warned = True

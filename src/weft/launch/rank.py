@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from weft.observe.status import Progress
 from weft.processes import LAUNCHER, STORE_SOCKET, usable_cores
 
 STACKS_SIGNAL = signal.SIGUSR2  # makes a rank write the Python stacks of its threads
@@ -23,7 +23,7 @@ STDERR_LINES = 20  # last lines of a rank's stderr that are kept for the record 
 
 
 @dataclass
-class Rank:
+class Rank(Progress):
     """The process of a rank, and the last activity that it reported to the launcher.
 
     Attributes:
@@ -32,12 +32,6 @@ class Rank:
         stderr: file descriptor from which the rank's stderr is read; None if the rank has the launcher's stderr.
         unread: bytes of an incomplete report.
         last_lines: the last lines of the rank's stderr; the last line may be incomplete.
-        step: number of the training step that the rank last began, counted from 1; None before the first step.
-        first_step: the first step that the rank began.
-        doing: the rank's last reported activity.
-        since: time of the last report.
-        longest: the longest time between recent reports, in seconds.
-        may_take: seconds that the current activity may take without a report, even if `longest` is shorter.
         message: the failure that the rank sent; None if it has sent none.
         ended: time at which the process ended; None while it is running.
     """
@@ -49,12 +43,6 @@ class Rank:
     stderr: int | None = None
     unread: bytes = b""
     last_lines: deque[bytes] = field(default_factory=lambda: deque([b""], maxlen=STDERR_LINES))
-    step: int | None = None
-    first_step: int | None = None
-    doing: str = "starting"
-    since: float = field(default_factory=time.monotonic)
-    longest: float = 0.0
-    may_take: float = 0.0
     message: Any = None
     ended: float | None = None
 
@@ -74,9 +62,7 @@ class Rank:
             report = json.loads(line)
             self.message = report.get("failed", self.message)
             if "doing" in report:
-                self.doing, self.longest, self.may_take = report["doing"], report["longest"], report["may_take"]
-                self.step, self.since = report["step"], time.monotonic()
-                self.first_step = self.step if self.first_step is None else self.first_step
+                self.update(report)
         return bool(data)
 
     def forward_stderr(self) -> bool:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from weft.formatting import counted
 from weft.launch.failures import Verdict, print_error, report_verdict, signal_name
 from weft.launch.hang import HangWatch
 from weft.launch.local import POLL, SIGNALS, LocalRanks, run_once
 from weft.launch.rank import Rank
-from weft.observe.manifest import now
 from weft.processes import signal_handler
+from weft.train.failure_record import append_failure, last_checkpoint
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds before a restart; doubled while the run makes no progress
 SAME_STEP = 3  # failures in one step, after which the run stops: the cause is the step, not the machine
-FILE = "failures.jsonl"
 
 
 @dataclass
@@ -133,15 +130,6 @@ def announce(verdict: Verdict, rank: Rank, run_directory: Path, supervisor: Supe
     print_error(f"{what}; {count} {where} in {counted(round(delay), 'second')}")
 
 
-def last_checkpoint(run_directory: Path) -> tuple[int, float]:
-    """Returns step and time (seconds since 1970) of the last checkpoint of a run; zeros without a checkpoint."""
-    from weft.checkpoint.checkpoint_files import step_of
-    from weft.checkpoint.load import checkpoints
-
-    saved = checkpoints(run_directory)
-    return (step_of(saved[-1]) or 0, saved[-1].stat().st_mtime) if saved else (0, 0.0)
-
-
 def record(
     run_directory: Path, verdict: Verdict, ranks: LocalRanks, began: float, attempt: int, restarted: bool
 ) -> None:
@@ -153,36 +141,20 @@ def record(
         restarted: whether the supervisor starts another attempt.
     """
     rank = ranks.ranks[verdict.rank or 0]
-    saved, at = last_checkpoint(run_directory)
-    step = max((rank.step or 0) for rank in ranks.ranks)
     told = isinstance(rank.message, dict) and rank.message["extraInfo"]["py_callstack"].splitlines()
     lines = [line.decode(errors="replace") for line in rank.last_lines]
     append_failure(
         run_directory,
-        {
-            "time": now(),
-            "attempt": attempt,
-            "rank": verdict.rank,
-            "host": socket.gethostname(),
-            "hang": ranks.hang is not None,
-            "exit_code": rank.exitcode if rank.exitcode >= 0 else None,
-            "signal": signal_name(-rank.exitcode) if rank.exitcode < 0 and ranks.hang is None else None,
-            "step": step or None,
-            "doing": rank.doing,
-            "stderr": [line for line in told or lines if line][-len(rank.last_lines) :],
-            "lost_seconds": round(max(0.0, time.time() - max(at, began)), 3),
-            "lost_steps": max(0, step - 1 - saved),
-            "restarted": restarted,
-        },
+        attempt=attempt,
+        rank=verdict.rank,
+        host=socket.gethostname(),
+        hang=ranks.hang is not None,
+        exit_code=rank.exitcode if rank.exitcode >= 0 else None,
+        signal=signal_name(-rank.exitcode) if rank.exitcode < 0 and ranks.hang is None else None,
+        step=max((rank.step or 0) for rank in ranks.ranks),
+        doing=rank.doing,
+        stderr=[line for line in told or lines if line][-len(rank.last_lines) :],
+        began=began,
+        at=time.time(),
+        restarted=restarted,
     )
-
-
-def append_failure(run_directory: Path, failure: dict[str, Any]) -> None:
-    """Appends a line to `logs/failures.jsonl`. If that is not possible, prints the reason."""
-    path = run_directory / "logs" / FILE
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(failure) + "\n")
-    except OSError as error:
-        print_error(f"{path}: the failure cannot be recorded: {error.strerror}; free space or set run.directory")

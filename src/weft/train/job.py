@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ from weft.config.trust import remember_code
 from weft.observe.console import Console
 from weft.parallel.world import World
 from weft.train.auto_settings import apply_choices, choose
+from weft.train.failure_record import RankRecord, record_last_attempt
+from weft.train.rank_watch import RankWatch
 from weft.train.run_directory import RunDirectory, claim, warn_of_other_writers
 
 
@@ -22,6 +25,7 @@ class Job:
     """The context of a training session on one rank. `config` contains the settings of `auto_settings`.
 
     Attributes:
+        watch: ends this rank if it hangs.
         changes: what changed since the last session, on the first rank (see `RunDirectory.changes`).
     """
 
@@ -29,7 +33,17 @@ class Job:
     world: World
     run: RunDirectory
     console: Console
+    watch: RankWatch
     changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    def __enter__(self) -> Job:
+        self.watch.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Ends the watch and unlocks the run directory, so that this process may train there again."""
+        self.watch.__exit__(*raised)
+        self.run.release()
 
     def compare_with_last_session(self, digests: Mapping[str, str], steps: int | None, *, accepted: bool) -> None:
         """Compares config and data with those of the last session, on the first rank. All ranks call it.
@@ -67,8 +81,12 @@ def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool) -
     if world.rank == 0 and (warning := warn_of_other_writers(path)) is not None:
         console.warning(warning)
     run = RunDirectory(path, lock if world.rank == 0 else None)
+    watch = RankWatch(path, world.rank, world.ranks, config.training.hang_timeout)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        world.agree(lambda: record_last_attempt(path), only_first=True)
+        watch.record = RankRecord(path, world.rank)
     config = run.with_dtype(config)
     chosen = world.agree(lambda: choose(config.training, world.device).model_dump(), only_first=True)
     config = config.model_copy(update={"training": TrainingSection(**chosen)})
     apply_choices(config.training)
-    return Job(config, world, run, console)
+    return Job(config, world, run, console, watch)

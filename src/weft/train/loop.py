@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -131,6 +132,7 @@ class Loop:
             stop=stop,
             weights_replaced=self.passes.after_replacement,
         )
+        self.job.watch.loop = self
         self.passes.after_update()
         self.saver.begin(step)
         self.callbacks.call("begin", self.state)
@@ -257,12 +259,20 @@ class Loop:
         """Ends the session and returns its outcome. Saves a checkpoint if the last step has none."""
         step = self.state.step
         if self.saved_at != step:
-            self.saver.save(step)
+            self.saver.save_last(step, self.time_left() if status == "stopped" else None)
         self.saver.end()
         doing("ending the run", "end", LONG)  # callbacks, trackers, the report
         self.state.status = status
         self.callbacks.call("ended", self.state)
         return Outcome(status, step, self.state.loss, self.measured, signal, reason)
+
+    def time_left(self) -> float | None:
+        """Returns the seconds until the first deadline of a rank, which becomes that of all ranks; None without one."""
+        stop = self.state.stop
+        left = min((seconds for seconds in all_gather_object(stop.left) if seconds is not None), default=None)
+        if left is not None:
+            stop.deadline = time.monotonic() + left
+        return left
 
     def due(self, step: int, every: int | None) -> bool:
         """Whether to run, after step `step`, an action that runs every `every` steps and after the last step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,11 +19,13 @@ from weft.errors import UserError
 from weft.files import remove
 from weft.observe.status import LONG, doing
 from weft.parallel.ranks import all_gather_object, error_on_all_ranks
+from weft.processes import boot_id
 
 if TYPE_CHECKING:
     from weft.train.loop import Loop
 
 LOCAL_SECONDS = 120.0  # default of checkpoint.local.seconds
+SLOWER = 2.0  # a save before a deadline is expected to take this many times as long as the last one
 PATIENCE = 30.0  # seconds in which a checkpoint in progress can be completed after a failure
 log = logging.getLogger("weft.train")
 
@@ -35,12 +38,15 @@ class Saver:
 
     Attributes:
         durable_seconds: seconds that the last checkpoint in the run directory took; None before it.
+        durable_at, local_at: step of the last complete checkpoint in the run directory, and of the last local one, of
+            this session; -1 before it.
     """
 
     def __init__(self, loop: Loop):
         self.loop, self.settings = loop, loop.config.checkpoint
         self.background = BackgroundSaver() if self.settings.mode == "async" else None
         self.durable_seconds: float | None = None
+        self.durable_at = self.local_at = -1
         self._local: Path | None = None
         self._local_step, self._local_at, self._local_due = 0, time.monotonic(), False
         self._step = 0  # of the checkpoint in progress
@@ -99,15 +105,10 @@ class Saver:
         self._completion.pop_all()  # of a save that failed
         loop, settings, background = self.loop, self.settings, self.background
         keep = Keep(KEPT) if local is not None else Keep(settings.keep_last, settings.keep_every)
-        values, tensors = loop.callbacks.state_dict()
-        compress = loop.compress.state() if loop.compress is not None else {}
         self._completion.callback(self._completed, step, time.monotonic(), local)
         self._completion.enter_context(loop.recorder.saving(step))
-        architecture = loop.config.model.model_dump(mode="json", by_alias=True)
-        others = {**compress, **tensors, **loop.frozen.tensors()}
-        content = Content(step, loop.model, loop.optimizer, self._state(step, values), architecture, others)
         hold = None if background is None else background.begin()
-        staged = stage(loop.job.run.path if local is None else local, content, keep, hold)
+        staged = stage(loop.job.run.path if local is None else local, self._content(step), keep, hold)
         if local is None:
             loop.saved_at = step
         self._local_step, self._local_at = step, time.monotonic()
@@ -116,6 +117,42 @@ class Saver:
             self._completion.close()
         else:
             background.start(staged)
+
+    def save_last(self, step: int, left: float | None) -> None:
+        """Saves a checkpoint at the end of a session. If it may come too late, saves a local checkpoint first.
+
+        A local checkpoint needs no key `checkpoint.local`, but all ranks on one host.
+
+        Args:
+            left: seconds until the processes of the run must end, on any rank; None: no limit.
+        """
+        took = self.durable_seconds
+        late = left is not None and (took is None or SLOWER * took > left)
+        if self.local_at != step and self.loop.world.agree(lambda: late, only_first=True):
+            try:
+                self._save_local(step)
+            except UserError as error:  # on all ranks; the durable checkpoint may still be possible
+                self.loop.job.console.warning(str(error))
+        self.save(step)
+
+    def _save_local(self, step: int) -> None:
+        """Saves a local checkpoint now, even if another checkpoint is in progress beside the training."""
+        world, settings = self.loop.world, self.settings.local
+        if self._local is None and len(set(all_gather_object((socket.gethostname(), boot_id())))) == 1:
+            directory = settings.directory if settings is not None else None
+            self._local = world.agree(lambda: open_local(self.loop.job.run.path, directory), only_first=True)
+        if self._local is not None:
+            stage(self._local, self._content(step), Keep(KEPT)).write()
+            self.local_at = step
+
+    def _content(self, step: int) -> Content:
+        """Returns what a checkpoint of the current state contains."""
+        loop = self.loop
+        values, tensors = loop.callbacks.state_dict()
+        compress = loop.compress.state() if loop.compress is not None else {}
+        architecture = loop.config.model.model_dump(mode="json", by_alias=True)
+        others = {**compress, **tensors, **loop.frozen.tensors()}
+        return Content(step, loop.model, loop.optimizer, self._state(step, values), architecture, others)
 
     def finish(self) -> None:
         """Waits for the checkpoint in progress, if there is one. Every rank must call it.
@@ -165,7 +202,9 @@ class Saver:
     def _completed(self, step: int, began: float, local: Path | None) -> None:
         """Called when a checkpoint is complete: calls the callbacks' `saved` with its step."""
         if local is not None:
+            self.local_at = step
             return
+        self.durable_at = step
         self.durable_seconds = time.monotonic() - began
         state = self.loop.state
         now, state.step = state.step, step
@@ -195,4 +234,7 @@ class NoSaver(Saver):
         """Makes no folder."""
 
     def save(self, step: int, local: Path | None = None) -> None:
+        """Does nothing."""
+
+    def save_last(self, step: int, left: float | None) -> None:
         """Does nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import weakref
@@ -50,6 +51,7 @@ class Session:
         """Makes one step and returns its metrics, the same on all ranks (see `Trainer.step`)."""
         with signal_handler(self.stop.receive, signal.SIGINT):
             self.decision = self._step(batch)
+        doing("the program between two steps", "program", math.inf)
         if self.decision == signal.SIGINT:
             self.stop.received = None
             raise KeyboardInterrupt
@@ -109,4 +111,4 @@ def end_unclosed(loop: Loop, handlers: ExitStack) -> None:
     loop.recorder.close()
     if getattr(sys, "last_value", None) is None:
         loop.recorder.ended("finished", loop.state.step)
-    loop.job.run.release()
+    loop.job.__exit__(None, getattr(sys, "last_value", None), None)

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
+
+from weft.errors import UserError
+
+STOP_WITHIN = "WEFT_STOP_WITHIN"  # environment variable: seconds after SIGTERM or SIGHUP in which all processes end
+RESERVE, MOST_RESERVE = 0.1, 2.0  # part of these seconds that is kept for the end of the processes, in seconds at most
+
+
+def stop_within() -> float | None:
+    """Returns the seconds in which the processes of a run must end after SIGTERM or SIGHUP; None: no deadline.
+
+    Raises:
+        UserError: the environment variable that sets it is not a positive number.
+    """
+    given = os.environ.get(STOP_WITHIN)
+    if not given:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not (0 < seconds < math.inf):
+        raise UserError(f"--stop-within, {STOP_WITHIN}: {given} is not a number of seconds above 0")
+    return seconds
 
 
 class StopRequest:
@@ -14,6 +40,8 @@ class StopRequest:
     Attributes:
         received: the signal that this rank received; None if it received no signal.
         reason: the reason that a callback on this rank gave for stopping; None without a request.
+        within: see `stop_within`.
+        deadline: time (`time.monotonic`) at which this process must begin to exit; None without a deadline.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -22,12 +50,21 @@ class StopRequest:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.reason: str | None = None
+        self.within = stop_within()
+        self.deadline: float | None = None
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Records the signal `number`. This method is the handler of `SIGNALS`."""
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
+        if self.within is not None and number != signal.SIGINT and self.deadline is None:
+            self.deadline = time.monotonic() + self.within - min(MOST_RESERVE, RESERVE * self.within)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the deadline of this rank; None without a deadline."""
+        return None if self.deadline is None else self.deadline - time.monotonic()
 
     @property
     def votes(self) -> list[float]:

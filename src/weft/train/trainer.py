@@ -281,7 +281,7 @@ class Trainer:
             cleanup.callback(world.abandon)
             self._check_and_warn(world)
             job = prepare(self.config, world, self.console, fresh=self.fresh)
-            cleanup.callback(job.run.release)  # this process may train here again
+            cleanup.enter_context(job)
             cleanup.enter_context(kernels_of(job.config.training))
             if self.from_last_good:
                 for line in world.agree(lambda: set_aside_damaged(job.run.path), only_first=True):

@@ -1,0 +1,157 @@
+"""Writes `logs/failures.jsonl`, and the records of ranks from which the next attempt learns how the last one failed.
+
+Weft's launcher sees its ranks fail. Under torchrun, nobody sees all ranks: each rank keeps a file
+`logs/ranks/00000.json`, and deletes it when it ends well. The first rank of the next attempt finds what is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.checkpoint_files import FOLDER as CHECKPOINTS
+from weft.checkpoint.checkpoint_files import list_checkpoints, step_of
+from weft.observe import status
+from weft.processes import attempt
+
+FILE = "failures.jsonl"
+RANKS = "ranks"
+LINES = 20  # last lines of an error
+
+
+def last_checkpoint(run: Path) -> tuple[int, float]:
+    """Returns step and time (seconds since 1970) of the last checkpoint of a run; zeros without a checkpoint."""
+    saved = list_checkpoints(run / CHECKPOINTS)
+    return (step_of(saved[-1]) or 0, saved[-1].stat().st_mtime) if saved else (0, 0.0)
+
+
+def append_failure(run: Path, *, began: float, at: float, step: int, **failure: Any) -> None:
+    """Appends a line to `logs/failures.jsonl`. If that is not possible, prints the reason.
+
+    Args:
+        began: time at which the failed attempt began, in seconds since 1970.
+        at: time of the failure, in seconds since 1970.
+        step: the step in which the attempt failed; 0 before the first step.
+        failure: attempt, rank, host, hang, exit_code, signal, doing, stderr, restarted.
+    """
+    saved, saved_at = last_checkpoint(run)
+    entry = {
+        "time": datetime.fromtimestamp(at).astimezone().isoformat(timespec="seconds"),
+        **failure,
+        "step": step or None,
+        "lost_seconds": round(max(0.0, at - max(saved_at, began)), 3),
+        "lost_steps": max(0, step - 1 - saved),
+    }
+    path = run / "logs" / FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+    except OSError as error:
+        what = f"the failure cannot be recorded: {error.strerror}; free space or set run.directory"
+        print(f"{path}: {what}", file=sys.stderr, flush=True)
+
+
+class RankRecord:
+    """The record of a rank under torchrun: a file, which exists until the rank ends well."""
+
+    def __init__(self, run: Path, rank: int):
+        self.path = run / "logs" / RANKS / f"{rank:05d}.json"
+        self.content: dict[str, Any] = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "attempt": attempt(),
+            "began": time.time(),
+        }
+        self._write()
+
+    def failed(self, error: BaseException | None) -> None:
+        """Records the exception that ends this rank. Another rank's exception is not recorded twice."""
+        lines = "".join(traceback.format_exception(error)).splitlines()[-LINES:]
+        self._end(lines, "elsewhere" if getattr(error, "elsewhere", False) else "failed")
+
+    def hangs(self, text: str) -> None:
+        """Records that this rank makes no progress."""
+        self._end([text], "hang")
+
+    def remove(self) -> None:
+        """Deletes the record, because this rank ends well."""
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+    def _end(self, lines: list[str], kind: str) -> None:
+        progress = status.progress
+        ended = {"kind": kind, "at": time.time(), "step": progress.step or 0, "doing": progress.doing, "lines": lines}
+        self.content["ended"] = ended
+        self._write()
+
+    def _write(self) -> None:
+        with suppress(OSError):  # a full disk is reported by the next write of metrics or a checkpoint
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.content), encoding="utf-8")
+
+
+def record_last_attempt(run: Path) -> None:
+    """Records the failure that the ranks of the last attempt left behind, if there was one. The first rank calls it.
+
+    A rank that was killed left no end in its file. It is taken for the cause; otherwise the rank that failed first.
+    """
+    found = []
+    for path in sorted((run / "logs" / RANKS).glob("*.json")):
+        with suppress(OSError, ValueError):  # written by half
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found.append((content, path.stat().st_mtime))
+        path.unlink(missing_ok=True)
+    if not found:
+        return
+    order = {"failed": 1, "hang": 2, "elsewhere": 3}
+
+    def likelihood(content: dict[str, Any]) -> tuple:
+        ended = content.get("ended")
+        return (0, 0.0) if ended is None else (order.get(ended["kind"], 4), ended["at"])
+
+    first = min((content for content, _ in found), key=likelihood)
+    ends = [content["ended"] for content, _ in found if content.get("ended")]
+    last = max((end["step"] for end in ends), default=0) or last_step(run) + 1
+    own = first.get("ended") or {}
+    at = min((end["at"] for end in ends), default=last_sign(run, max(changed for _, changed in found)))
+    append_failure(
+        run,
+        attempt=first["attempt"],
+        rank=first["rank"],
+        host=first["host"],
+        hang=any(end["kind"] == "hang" for end in ends),
+        exit_code=None,
+        signal=None,
+        step=last,
+        doing=own.get("doing"),
+        stderr=own.get("lines", ["the rank was killed, or its host was lost"]),
+        began=first["began"],
+        at=at,
+        restarted=True,
+    )
+
+
+def last_step(run: Path) -> int:
+    """Returns the last step in `metrics.jsonl`; 0 if it has none."""
+    with suppress(OSError, ValueError, IndexError):
+        with (run / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
+            lines = file.read().splitlines(keepends=True)
+        return int(json.loads(next(line for line in reversed(lines) if line.endswith(b"\n")))["step"])
+    return 0
+
+
+def last_sign(run: Path, at: float) -> float:
+    """Returns the time of the last sign of life of a run, in seconds since 1970, at least `at`."""
+    with suppress(OSError):
+        return max(at, (run / "metrics.jsonl").stat().st_mtime)
+    return at
