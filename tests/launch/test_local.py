@@ -4,12 +4,10 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-import pytest
 from running import QUIET, SLOW, finish, losses, start, train, until_step
 
 from weft.cli.main import main
@@ -178,36 +176,6 @@ def test_a_launcher_leaves_its_own_environment_as_it_was(run_yaml, tmp_path, mon
         == 0
     )
     assert dict(os.environ) == before
-
-
-def test_torchrun_starts_ranks_again_after_one_has_died(run_yaml, tmp_path):
-    """Its store outlives them, with what the dead ones have written there."""
-    (tmp_path / "slow_for_launch.py").write_text(SLOW)
-
-    def run(name):
-        return run_yaml(
-            f"{name}.yaml",
-            run={"name": name},
-            schedule={"type": "slow_for_launch:Slow", "warmup_steps": 0},
-            training={"steps": 40, "batch_tokens": 256, "micro_batch_size": 2, "dtype": "float64"},
-            data={"validation": None},
-            checkpoint={"every": 3},
-            log=QUIET,
-        )
-
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = start(run("again"), cwd=tmp_path, command=[*command, "--max-restarts", "2", "-m", "weft", "train"])
-    for rank, step in ((1, 4), (0, 20)):
-        until_step(process, tmp_path / "runs" / "again", step)
-        os.kill(rank_in(tmp_path, rank), signal.SIGKILL)
-    code, errors = finish(process)
-    assert code == 0, errors
-    process = start(run("alone"), cwd=tmp_path)
-    assert finish(process)[0] == 0
-    again, alone = losses(tmp_path / "runs" / "again"), losses(tmp_path / "runs" / "alone")
-    assert len(again) == len(alone) == 40
-    for mine, theirs in zip(again, alone, strict=True):
-        assert mine == pytest.approx(theirs, rel=0, abs=1e-9)
 
 
 def test_ranks_with_another_mesh_and_other_data_end_at_once(run_yaml, tmp_path, tiny_heldout, monkeypatch):

@@ -89,7 +89,10 @@ class RankRecord:
 
     def _end(self, lines: list[str], kind: str) -> None:
         progress = status.progress
-        ended = {"kind": kind, "at": time.time(), "step": progress.step or 0, "doing": progress.doing, "lines": lines}
+        now = time.time()
+        since = now - (time.monotonic() - progress.since)
+        ended = {"kind": kind, "at": now, "since": since, "step": progress.step or 0, "doing": progress.doing}
+        ended["lines"] = lines
         self.content["ended"] = ended
         self._write()
 
@@ -102,7 +105,8 @@ class RankRecord:
 def record_last_attempt(run: Path) -> None:
     """Records the failure that the ranks of the last attempt left behind, if there was one. The first rank calls it.
 
-    A rank that was killed left no end in its file. It is taken for the cause; otherwise the rank that failed first.
+    A rank that was killed left no end in its file. It is taken for the cause; otherwise the rank that failed first, or
+    the rank that is behind the others if the ranks hung.
     """
     found = []
     for path in sorted((run / "logs" / RANKS).glob("*.json")):
@@ -116,7 +120,10 @@ def record_last_attempt(run: Path) -> None:
 
     def likelihood(content: dict[str, Any]) -> tuple:
         ended = content.get("ended")
-        return (0, 0.0) if ended is None else (order.get(ended["kind"], 4), ended["at"])
+        if ended is None:
+            return (0,)
+        behind = (ended["step"], ended["since"]) if ended["kind"] == "hang" else (ended["at"],)
+        return (order[ended["kind"]], *behind)
 
     first = min((content for content, _ in found), key=likelihood)
     ends = [content["ended"] for content, _ in found if content.get("ended")]

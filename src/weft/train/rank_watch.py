@@ -102,11 +102,11 @@ class RankWatch:
             return
         what = f"rank {self.rank} (process {os.getpid()} on {socket.gethostname()}): {status.progress.doing}"
         self._dump_stacks(what)
+        text = f"ended after {quiet or 0:.0f} s without progress: {what}; the stacks are in {self.stacks}"
         if quiet is not None:
-            text = f"ended after {quiet:.0f} s without progress: {what}; the stacks are in {self.stacks}"
             print(text, file=sys.stderr, flush=True)
-            if self.record is not None:
-                self.record.hangs(text)
+        if self.record is not None:
+            self.record.hangs(text)
         if not self._ended.wait(DUMP_SECONDS):
             os._exit(EXIT_LOST)
 
