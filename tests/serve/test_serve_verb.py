@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -76,15 +77,18 @@ def test_a_server_ends_after_its_requests(start, tmp_path):
     assert not any(secret in log for secret in (KEY, "Kalo", "Sta tu", "Traceback"))
 
 
-def test_a_second_signal_ends_the_server_at_once(start):
+def test_a_second_signal_ends_the_server_at_once(start, tmp_path):
     process, client = start("--drain-timeout", "1000", "--max-batch", "1")
     with client.stream("POST", "/v1/completions", json=ENDLESS) as response:
-        next(response.iter_lines())
+        next(lines := response.iter_lines())
         process.send_signal(signal.SIGINT)
         while not refuses_connections(client):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
+        with suppress(httpx.RemoteProtocolError):
+            assert "server_shutting_down" in "".join(lines)
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_mistakes_are_one_line(chat_model, capsys, monkeypatch):

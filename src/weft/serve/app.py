@@ -43,7 +43,7 @@ def create_app(models: Sequence[ServedModel], settings: Settings | None = None) 
         for model in services.models:
             model.worker.start()
         yield
-        await asyncio.gather(*(model.worker.stop() for model in services.models))
+        await asyncio.gather(*(model.worker.stop(services.stop_timeout) for model in services.models))
 
     app = FastAPI(title="Weft", version=weft.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.services = services

@@ -158,7 +158,12 @@ class EngineWorker:
         self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
         self._thread.start()
 
-    async def stop(self, timeout: float = 10.0) -> None:
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    async def stop(self, timeout: float) -> None:
         """Ends the thread after its present step. Unfinished requests fail. Waits at most `timeout` seconds."""
         self._commands.put(Stop())
         if self._thread is not None:
@@ -308,14 +313,12 @@ class EngineWorker:
 
     def _answer(self, command: Call) -> None:
         answer = self._answers.pop(command.id, None)
+        if answer is None or not answer.set_running_or_notify_cancel():
+            answer = Future()  # nobody waits
         try:
-            result = None if command.function is None else command.function(self.engine, *command.args)
+            answer.set_result(None if command.function is None else command.function(self.engine, *command.args))
         except Exception as error:  # the caller's: the engine goes on
-            if answer is not None and answer.set_running_or_notify_cancel():
-                answer.set_exception(error)
-        else:
-            if answer is not None and answer.set_running_or_notify_cancel():
-                answer.set_result(result)
+            answer.set_exception(error)
 
     def run_step(self) -> None:
         """Runs a step, if there are unfinished requests. If it fails, the requests of the step fail."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -18,6 +20,7 @@ from weft.serve.errors import ApiError
 from weft.serve.services import Services
 
 AFTER_DRAIN = 5.0  # seconds in which clients can read the errors of requests that the drain timeout ended
+AFTER_FORCE = 0.3  # seconds, as above, after a second Ctrl-C
 
 logger = logging.getLogger("weft.serve")
 
@@ -67,6 +70,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._services: Services = app.state.services
         self._drain_timeout, self._ready = drain_timeout, ready
+        self._forced = asyncio.Event()
         self.failed = False
 
     def serve_until_signal(self, listener: socket.socket) -> int:
@@ -81,10 +85,16 @@ class Server(uvicorn.Server):
         except OSError as error:
             raise _unusable(host, port, error) from None
         self.run([listener])
+        if self._forced.is_set() or any(model.worker.alive for model in self._services.models):
+            # The end of the interpreter takes a second, and crashes if a thread is within a step of the engine.
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(int(self.failed))
         return int(self.failed)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
         self._watches = [asyncio.ensure_future(self._watch(model)) for model in self._services.models]
         self._ready()
 
@@ -96,18 +106,29 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         error = ApiError(503, "server_shutting_down", "the server is shutting down; send the request again later")
-        loop = asyncio.get_running_loop()
-        deadline = loop.call_later(self._drain_timeout, self._services.exchanges.abort, error)
+        deadline = self._loop.call_later(self._drain_timeout, self._services.exchanges.abort, error)
         doing("answering the last requests", may_take=self._drain_timeout + 2 * AFTER_DRAIN)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            deadline.cancel()
-            for watch in self._watches:
-                watch.cancel()
+        drained, forced = asyncio.ensure_future(super().shutdown(sockets)), asyncio.ensure_future(self._forced.wait())
+        await asyncio.wait({drained, forced}, return_when=asyncio.FIRST_COMPLETED)
+        if not drained.done():
+            drained.cancel()
+            await self._end_requests(error)
+        for task in (deadline, forced, *self._watches):
+            task.cancel()
+
+    async def _end_requests(self, error: ApiError) -> None:
+        """Ends all requests with an error, without waiting for clients and for the present step of engines."""
+        self._services.exchanges.abort(error)
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=AFTER_FORCE)
+        logging.getLogger("uvicorn.error").disabled = True  # uvicorn would log each cancelled task
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # pyright: ignore[reportAttributeAccessIssue]
+        self._services.stop_timeout = 0.0
+        await self.lifespan.shutdown()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Unlike uvicorn's, this method does not record the signal: the server's exit code is 0 after a signal.
         if self.should_exit and sig == signal.SIGINT:
-            self.force_exit = True
+            self._loop.call_soon_threadsafe(self._forced.set)
         self.should_exit = True

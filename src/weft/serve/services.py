@@ -58,6 +58,7 @@ class Services:
         exchanges: the requests that are being answered.
         metrics: the numbers of the server.
         admin_lock: held by the request that changes what is served.
+        stop_timeout: seconds that the end of the server waits for the present step of each engine.
     """
 
     models: ServedModels
@@ -65,6 +66,7 @@ class Services:
     exchanges: Exchanges = field(init=False)
     metrics: Metrics = field(init=False)
     admin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    stop_timeout: float = 10.0
 
     def __post_init__(self):
         self.exchanges, self.metrics = Exchanges(self.settings.request_timeout), Metrics(self.models)
