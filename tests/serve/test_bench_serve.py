@@ -23,7 +23,7 @@ class Server:
         self.gate: asyncio.Event | None = None
 
     async def models(self, request):
-        return web.json_response({"data": [{"id": "small"}, {"id": "large"}]})
+        return web.json_response({"data": [{"id": "small"}, {"id": "large"}, {"id": "short", "max_model_len": 96}]})
 
     async def complete(self, request):
         self.bodies.append(await request.json())
@@ -119,6 +119,22 @@ def test_latencies_at_a_rate_count_from_the_time_at_which_a_request_is_due(serve
     assert all(text in said for text in ("large at http://127.0.0.1", "200 per second", "p99", "new tokens/s"))
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_default_lengths_fit_in_the_window(server, capsys, chat):
+    main(["bench", "serve", server.url, "--requests", "20", "--model", "short", "--json", *["--chat"] * chat])
+    assert {body["max_tokens"] for body in server.bodies} <= {*range(16, 25)}
+    texts = [body["messages"][0]["content"] if chat else body["prompt"] for body in server.bodies]
+    kept = 64 * chat  # for the template
+    assert all(
+        " " not in text or len(text) + body["max_tokens"] + kept <= 96
+        for text, body in zip(texts, server.bodies, strict=True)
+    )
+    assert len({len(text.split()) for text in texts}) > 1
+    server.bodies.clear()
+    main(["bench", "serve", server.url, "--requests", "3", "--model", "short", "--prompt-words", "50"])
+    assert {len(body["prompt"].split()) for body in server.bodies} == {50}  # as it was asked for
+
+
 def test_a_percentile_is_the_nearest_rank():
     assert [percentile([1.0, 2.0, 3.0, 4.0], p) for p in (1, 25, 50, 51, 99, 100)] == [1, 1, 2, 3, 4, 4]
 
@@ -131,6 +147,8 @@ def test_a_percentile_is_the_nearest_rank():
         (["http://127.0.0.1:1"], "no server answers"),
         (["http://127.0.0.1:1", "--requests", "0"], "--requests is 0"),
         (["http://127.0.0.1:1", "--rate", "0"], "--rate is 0"),
+        (["http://127.0.0.1:1", "--rate", "nan"], "--rate is nan"),
+        (["http://127.0.0.1:1", "--timeout", "nan"], "--timeout is nan"),
         (["http://127.0.0.1:1", "--new-tokens", "9:3"], "--new-tokens 9:3"),
         (["http://127.0.0.1:1", "--out", "."], "already exists"),
     ],
@@ -146,7 +164,7 @@ def test_mistakes(words, part, capsys, tmp_path, monkeypatch):
 
 def test_an_unknown_model_is_refused_with_the_names(server, capsys):
     assert main(["bench", "serve", server.url, "--model", "smal"]) == 2
-    assert "small, large" in capsys.readouterr().err
+    assert "small, large, short" in capsys.readouterr().err
 
 
 def test_no_request_has_ended():

@@ -23,6 +23,8 @@ from weft.errors import UserError
 from weft.observe.console import Console
 
 MOST_REQUESTS = 100_000
+PROMPT_WORDS, NEW_TOKENS = (8, 128), (16, 64)  # defaults for models with a large window
+CHAT_TOKENS = 64  # tokens of the default window that are kept for the text of a chat template
 TEXT = """
 time person year way day thing man world life hand part child eye woman place work week case point government
 company number group problem fact water river stone light sound paper music winter summer green blue small large
@@ -40,8 +42,9 @@ class Load:
         concurrency: number of requests at a time; None if `rate` is set.
         rate: mean number of requests that begin per second (a Poisson process); None if `concurrency` is set.
         requests: number of requests.
-        prompt_words: least and greatest number of words of a prompt, without `shared_words`.
-        new_tokens: least and greatest `max_tokens`.
+        prompt_words: least and greatest number of words of a prompt, without `shared_words`. None: PROMPT_WORDS, but
+            prompts are cut so that they fit in the window that the server reports, even with a token per character.
+        new_tokens: least and greatest `max_tokens`. None: NEW_TOKENS, but at most a quarter of this window.
         shared_words: number of words with which all prompts begin.
         chat: whether the prompts are messages for /v1/chat/completions.
         ignore_eos: whether the requests ask to continue after the end of a text.
@@ -58,8 +61,8 @@ class Load:
     concurrency: int | None = 8
     rate: float | None = None
     requests: int = 100
-    prompt_words: tuple[int, int] = (8, 128)
-    new_tokens: tuple[int, int] = (16, 64)
+    prompt_words: tuple[int, int] | None = None
+    new_tokens: tuple[int, int] | None = None
     shared_words: int = 0
     chat: bool = False
     ignore_eos: bool = False
@@ -147,8 +150,9 @@ def run_load(load: Load, console: Console) -> tuple[Load, list[Measured]]:
         raise UserError("`weft bench serve` needs aiohttp; run: pip install 'weft-train[serve]'") from None
     measured: list[Measured] = []
     try:
-        load = replace(load, model=asyncio.run(_check_model(load)))
-        asyncio.run(_run(load, measured, console))
+        model = asyncio.run(_check_model(load))
+        load = replace(load, model=model["id"])
+        asyncio.run(_run(load, model.get("max_model_len"), measured, console))
     except KeyboardInterrupt:
         console.warning(f"interrupted after {len(measured):,} of {load.requests:,} requests")
     return load, [one for one in measured if one.end]
@@ -168,9 +172,9 @@ def _session(load: Load) -> Any:
     )
 
 
-async def _run(load: Load, measured: list[Measured], console: Console) -> None:
+async def _run(load: Load, window: int | None, measured: list[Measured], console: Console) -> None:
     async with _session(load) as session:
-        bodies, begins = _plan(load)
+        bodies, begins = _plan(load, window)
         limit = asyncio.Semaphore(load.concurrency or load.requests)
         with console.progress(load.requests, "load", "request") as progress:
             start, tasks, ended = time.perf_counter(), set(), Counter()
@@ -195,14 +199,26 @@ async def _run(load: Load, measured: list[Measured], console: Console) -> None:
             await asyncio.gather(*tasks)
 
 
-def _plan(load: Load) -> tuple[list[dict[str, Any]], list[float]]:
-    """Returns the bodies of the requests, and the seconds at which they begin if there is a rate."""
+def _plan(load: Load, window: int | None) -> tuple[list[dict[str, Any]], list[float]]:
+    """Returns the bodies of the requests, and the seconds at which they begin if there is a rate.
+
+    Args:
+        load: the requests.
+        window: maximum number of tokens of a prompt with its continuation; None: not known.
+    """
     rng = random.Random(load.seed)
+    most = max(1, window // 4) if window else NEW_TOKENS[1]
+    low, high = load.new_tokens or (min(NEW_TOKENS[0], most), min(NEW_TOKENS[1], most))
+    room = window - high - CHAT_TOKENS * load.chat if window and load.prompt_words is None else None
     shared = [rng.choice(WORDS) for _ in range(load.shared_words)]
     bodies, begins, begin = [], [], 0.0
     for _ in range(load.requests):
-        text = " ".join([*shared, *(rng.choice(WORDS) for _ in range(rng.randint(*load.prompt_words)))])
-        body = {"model": load.model, "max_tokens": rng.randint(*load.new_tokens), "temperature": 0, "stream": True}
+        text = " ".join(
+            [*shared, *(rng.choice(WORDS) for _ in range(rng.randint(*(load.prompt_words or PROMPT_WORDS))))]
+        )
+        while room is not None and len(text) > room and " " in text:
+            text = text.rpartition(" ")[0]
+        body = {"model": load.model, "max_tokens": rng.randint(low, high), "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}}
         body |= {"messages": [{"role": "user", "content": text}]} if load.chat else {"prompt": text}
         bodies.append(body | ({"ignore_eos": True} if load.ignore_eos else {}))
@@ -211,8 +227,8 @@ def _plan(load: Load) -> tuple[list[dict[str, Any]], list[float]]:
     return bodies, begins
 
 
-async def _check_model(load: Load) -> str:
-    """Returns the name of the model to ask for. Raises UserError if no server answers or there is no such model."""
+async def _check_model(load: Load) -> dict[str, Any]:
+    """Returns the server's description of the model. Raises UserError if no server answers or it has no such model."""
     import aiohttp
 
     try:
@@ -220,15 +236,15 @@ async def _check_model(load: Load) -> str:
             if response.status != 200:
                 what = "give --api-key" if response.status == 401 else "is this an OpenAI-compatible server?"
                 raise UserError(f"{load.url}/v1/models: HTTP status {response.status}; {what}")
-            names = [one["id"] for one in orjson.loads(await response.read())["data"]]
+            models = {one["id"]: one for one in orjson.loads(await response.read())["data"]}
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         what = f"no server answers ({str(error) or type(error).__name__}); start one with `weft serve`"
         raise UserError(f"{load.url}: {what}") from None
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{load.url}/v1/models: no list of models; is this an OpenAI-compatible server?") from None
-    if not names or load.model not in (None, *names):
-        raise UserError(f"--model {load.model}: not served at {load.url}; give one of {', '.join(names) or 'none'}")
-    return load.model or names[0]
+    if not models or load.model not in (None, *models):
+        raise UserError(f"--model {load.model}: not served at {load.url}; give one of {', '.join(models) or 'none'}")
+    return models[load.model or next(iter(models))]
 
 
 async def _request(session: Any, load: Load, body: dict[str, Any], start: float, one: Measured) -> None:

@@ -25,10 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--rate", type=float, metavar="R", help="mean number of requests that begin per second")
     parser.add_argument("--requests", type=int, default=100, metavar="N", help="requests in all (default: 100)")
     parser.add_argument(
-        "--prompt-words", default="8:128", metavar="LOW:HIGH", help="words of a prompt, random between (default: 8:128)"
+        "--prompt-words",
+        metavar="LOW:HIGH",
+        help="words of a prompt, random between (default: 8:128, cut to what fits in the model's window)",
     )
     parser.add_argument(
-        "--new-tokens", default="16:64", metavar="LOW:HIGH", help="maximum new tokens, random between (default: 16:64)"
+        "--new-tokens",
+        metavar="LOW:HIGH",
+        help="maximum new tokens, random between (default: 16:64, at most a quarter of the model's window)",
     )
     parser.add_argument("--shared-words", type=int, default=0, metavar="N", help="first words, equal in all prompts")
     parser.add_argument("--chat", action="store_true", help="use /v1/chat/completions instead of /v1/completions")
@@ -56,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
         concurrency=8 if args.concurrency is None and args.rate is None else args.concurrency,
         rate=args.rate,
         requests=args.requests,
-        prompt_words=parse_range("--prompt-words", args.prompt_words),
-        new_tokens=parse_range("--new-tokens", args.new_tokens),
+        prompt_words=args.prompt_words and parse_range("--prompt-words", args.prompt_words),
+        new_tokens=args.new_tokens and parse_range("--new-tokens", args.new_tokens),
         shared_words=args.shared_words,
         chat=args.chat,
         ignore_eos=args.ignore_eos,
