@@ -148,15 +148,18 @@ def _apart(left: np.ndarray | None, right: np.ndarray | None) -> float:
 class Runner:
     """Runs cases; a reference, a run of one process, is made once a model and way of training."""
 
-    def __init__(self, folder: Path, *, seconds: float = 60):
-        self.folder, self.seconds, self.pool = folder, seconds, Pool()
+    def __init__(self, folder: Path, *, steps: int = STEPS, seconds: float = 60):
+        self.folder, self.steps, self.seconds, self.pool = folder, steps, seconds, Pool()
         self.references: dict[tuple[str, str, int], Run] = {}
 
-    def run(self, case: Case, *, steps: int = STEPS, name: str | None = None, fresh: bool = True, **sections) -> Run:
+    def run(
+        self, case: Case, *, steps: int | None = None, name: str | None = None, fresh: bool = True, **sections
+    ) -> Run:
         """Train a case; the run is in `folder/name`."""
         name = name or str(case)
+        steps = steps or self.steps
         if "adapter" in WAYS[case.way]:
-            base = self.reference(Case(case.model, "plain"), steps=1)
+            base = self.reference(Case(case.model, "plain"))
             sections["model"] = {"from": str(base.path)} | WAYS[case.way]["model"] | sections.get("model", {})
         if WAYS[case.way].get("objective", {}).get("type") == "distill":
             teacher = self.reference(Case(TEACHERS.get(case.model, "gqa"), "plain"))
@@ -165,8 +168,9 @@ class Runner:
         self.pool.run(file, ranks_of(case.mesh), fresh=fresh, seconds=self.seconds)
         return Run(self.folder / name)
 
-    def reference(self, case: Case, *, steps: int = STEPS) -> Run:
+    def reference(self, case: Case, *, steps: int | None = None) -> Run:
         """The run of one process that a case must be equal to."""
+        steps = steps or self.steps
         key = (case.model, case.way, steps)
         if key not in self.references:
             name = f"{case.model}-{case.way}-{steps}-steps"

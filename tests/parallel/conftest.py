@@ -10,11 +10,13 @@ sys.path.append(str(Path(__file__).parent.parent / "train"))
 
 
 @pytest.fixture(scope="session")
-def runner(tmp_path_factory):
+def runner(tmp_path_factory, request):
     """Runs cases of the matrix, and keeps the runs of one process that they are compared with."""
     from compare import Runner
+    from matrix import FEWER_STEPS, STEPS
 
-    runner = Runner(tmp_path_factory.mktemp("matrix"), seconds=120)
+    whole = any(item.get_closest_marker("matrix") for item in request.session.items)
+    runner = Runner(tmp_path_factory.mktemp("matrix"), steps=STEPS if whole else FEWER_STEPS, seconds=120)
     yield runner
     runner.pool.close()
 

@@ -70,7 +70,7 @@ def test_every_mesh_tells_the_same(runner):
     expected = runner.run(Case("dense", "accumulation", {"dp_replicate": 2}), name="two-copies", parallel=compressed())
     exact = runner.reference(Case("dense", "accumulation"))
     assert compare(exact, expected).gradient > 1e-3
-    for mesh in ({"dp_replicate": 4}, COPIES, {"dp_replicate": 2, "tp": 2}):
+    for mesh in ({"dp_replicate": 4}, {"dp_replicate": 2, "tp": 2}):
         run = runner.run(Case("dense", "accumulation", mesh), parallel=compressed())
         difference = compare(expected, run)
         assert difference.largest <= WITHIN, (mesh, difference.wrong())
@@ -95,9 +95,9 @@ def test_every_other_mesh_tells_the_same(runner, model, mesh):
 
 def test_it_is_exact_before_its_first_step(runner):
     exact = runner.reference(Case("dense", "plain"))
-    run = runner.run(Case("dense", "plain", COPIES), name="later", parallel=compressed(start_step=2))
+    run = runner.run(Case("dense", "plain", COPIES), name="later", parallel=compressed(start_step=1))
     difference = compare(exact, run)
-    assert max(value for (step, _), value in difference.tensors.items() if step < 3 and np.isfinite(value)) <= WITHIN
+    assert max(value for (step, _), value in difference.tensors.items() if step < 2 and np.isfinite(value)) <= WITHIN
     assert difference.gradient > 1e-3
 
 
@@ -105,18 +105,18 @@ def test_a_resumed_run_is_the_run(runner):
     """To the bit: the factors and the errors are saved."""
     options = {"parallel": compressed(start_step=1), "training": {"dtype": "float32"}}
     case = Case("dense", "plain", COPIES)
-    whole = runner.run(case, steps=5, name="whole", **options)
-    for steps in (3, 5):
+    whole = runner.run(case, steps=4, name="whole", **options)
+    for steps in (3, 4):
         parts = runner.run(case, steps=steps, name="parts", fresh=steps == 3, **options)
     assert compare(whole, parts).largest == 0
 
 
 def test_it_goes_on_with_other_copies(runner):
     """What was not told yet is shared out anew: the sum over the copies is what counts."""
-    expected = runner.run(Case("dense", "plain", COPIES), steps=4, name="stays", parallel=compressed())
-    for steps, mesh in ((2, {"dp_replicate": 4}), (3, {"dp_replicate": 2, "tp": 2}), (4, COPIES)):
+    expected = runner.run(Case("dense", "plain", {"dp_replicate": 2}), steps=3, name="stays", parallel=compressed())
+    for steps, mesh in ((1, {"dp_replicate": 4}), (2, {"dp_replicate": 2, "tp": 2}), (3, COPIES)):
         run = runner.run(
-            Case("dense", "plain", mesh), steps=steps, name="moves", fresh=steps == 2, parallel=compressed()
+            Case("dense", "plain", mesh), steps=steps, name="moves", fresh=steps == 1, parallel=compressed()
         )
     difference = compare(expected, run)
     assert difference.largest <= WITHIN, difference.wrong()

@@ -10,10 +10,11 @@ DIFFERENT = "the ranks passed different batches, but with batches='global' all m
 
 def train(runner, case, sequences):
     """The runs of a case by `fit` and by `step`, and what each rank returned."""
-    files = {"fit": write_run(runner.folder, case, name="step-fit")}
+    size = {"batch_tokens": 32 * sequences}
+    files = {"fit": write_run(runner.folder, case, name="step-fit", training=size)}
     for name in ("global", "local"):
-        files[name] = write_run(runner.folder, case, name=f"step-{name}", data={"train": None})
-    no_end = {"training": {"steps": None}, "checkpoint": {"every": None}}
+        files[name] = write_run(runner.folder, case, name=f"step-{name}", data={"train": None}, training=size)
+    no_end = {"training": {**size, "steps": None}, "checkpoint": {"every": None}}
     files["refused"] = write_run(runner.folder, case, name="step-refused", data={"train": None}, **no_end)
     found = runner.pool.call(several, ranks_of(case.mesh), files, sequences, seconds=120)
     return {name: Run(runner.folder / f"step-{name}") for name in files}, found
@@ -31,7 +32,7 @@ def train(runner, case, sequences):
     ids=str,
 )
 def test_steps_are_those_of_fit_and_mistakes_are_told_on_all_ranks(runner, mesh):
-    runs, found = train(runner, Case("dense", "dropout", mesh), 8)
+    runs, found = train(runner, Case("dense", "dropout", mesh), 4)
     for form in ("global", "local"):
         difference = compare(runs["fit"], runs[form])
         assert difference.largest == 0, difference.wrong()
