@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from signing import sign
 
@@ -57,14 +57,7 @@ def step(trained, tmp_path) -> Path:
 
 def command(*words, cwd: Path, **environment) -> subprocess.CompletedProcess:
     """`weft` in a process of its own, in which no custom module is imported."""
-    return subprocess.run(
-        [sys.executable, "-m", "weft", *map(str, words)],
-        cwd=cwd,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return forked.run(*words, cwd=cwd, **environment)
 
 
 def test_custom_code_is_run_only_for_those_who_trained_with_it_or_say_so(tmp_path, tiny_store, tiny_tokenizer):

@@ -1,7 +1,7 @@
 """The equivalence matrix as data: models, ways of training, meshes.
 
-A case is three steps in float64 (two in `make test`). What is compared with one process: each step's loss and norm of the gradient
-(metrics.jsonl), every gradient and every weight (the checkpoints: `PlainSGD` keeps gradients in its state).
+A case is three steps in float64 (two in `make test`). What is compared with one process: each step's loss and norm of
+the gradient (metrics.jsonl), every gradient and every weight (checkpoints: `PlainSGD` keeps gradients in its state).
 """
 
 from __future__ import annotations

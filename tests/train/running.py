@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from forked import Forked
 
 import weft
 from weft.cli.main import main
@@ -68,7 +69,7 @@ def start(*arguments, cwd: Path, command: Sequence[str] = (sys.executable, "-m",
     )
 
 
-def finish(process: subprocess.Popen, seconds: float = 90) -> tuple[int, str]:
+def finish(process: subprocess.Popen | Forked, seconds: float = 90) -> tuple[int, str]:
     """Exit code and stderr of a process; it is ended if it takes too long."""
     try:
         _, errors = process.communicate(timeout=seconds)
@@ -79,7 +80,7 @@ def finish(process: subprocess.Popen, seconds: float = 90) -> tuple[int, str]:
     return process.returncode, errors
 
 
-def until_step(process: subprocess.Popen, run: Path, step: int, seconds: float = 60) -> None:
+def until_step(process: subprocess.Popen | Forked, run: Path, step: int, seconds: float = 60) -> None:
     """Wait until a running process has written down `step`."""
     end = time.monotonic() + seconds
     while not any(line["step"] >= step for line in metrics(run)):

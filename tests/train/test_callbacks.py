@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from running import QUIET, assert_same_weights, finish, losses, metrics, start, train
+from forked import Forked
+from running import QUIET, assert_same_weights, finish, losses, metrics, train
 from safetensors.torch import load_file
 
 import weft
@@ -341,7 +342,7 @@ def test_a_killed_run_with_state_goes_on_to_the_same_bits(short, tmp_path):
     callbacks = [{"type": "ema", "decay": 0.8, "validate": True}, stop, "my_callbacks:Dies"]
     straight_file, straight = short("straight", callbacks, **common)
     file, run = short("dies", callbacks, **common)
-    process = start(file, cwd=tmp_path)
+    process = Forked("train", file, cwd=tmp_path)
     assert train(straight_file) == 0
     assert 8 < metrics(straight)[-1]["step"] < 20  # stopped early
     assert finish(process)[0] == -signal.SIGKILL

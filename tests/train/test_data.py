@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from running import QUIET, SLOW, finish, losses, metrics, start, train, until_step
+from forked import Forked
+from running import QUIET, SLOW, finish, losses, metrics, train, until_step
 
 from weft.cli.main import main
 from weft.config.mesh import MeshShape
@@ -66,7 +67,7 @@ def test_a_mixture_killed_and_resumed_gives_the_same_losses(mixed, tmp_path, mon
         files[name].write_text("".join(lines))
     assert train(files["straight"], "training.steps=14") == 0
     straight, broken = tmp_path / "runs" / "straight", tmp_path / "runs" / "broken"
-    process = start(files["broken"], cwd=tmp_path)
+    process = Forked("train", files["broken"], cwd=tmp_path)
     until_step(process, broken, 7)
     process.kill()
     assert finish(process)[0] == -signal.SIGKILL

@@ -414,17 +414,6 @@ def test_truncated_conversations_are_counted_and_a_date_does_not_pack_again(
     assert tokenizer.decode(found[0].document(0)).startswith("2031<|im_start|>user")
 
 
-@pytest.mark.matrix
-def test_ranks_train_on_raw_data_as_one_process_does(raw_yaml, alpaca, tmp_path, cache):
-    assert train(raw_yaml("one.yaml", train=str(alpaca))) == 0
-    command = [sys.executable, "-m", "weft", "train", str(raw_yaml("two.yaml", train=str(alpaca))), "--nproc", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("records: alpaca") == 1  # once, by the launcher
-    for ours, expected in zip(losses(tmp_path / "runs" / "two"), losses(tmp_path / "runs" / "one"), strict=True):
-        assert ours == pytest.approx(expected, rel=1e-5)
-
-
 def test_every_format_gives_the_same_store(raw_yaml, alpaca, tmp_path, cache):
     lines = "".join(json.dumps(record) + "\n" for record in RECORDS)
     (tmp_path / "my.json.gz").write_bytes(gzip.compress(alpaca.read_bytes()))

@@ -6,7 +6,8 @@ import shutil
 import signal
 
 import pytest
-from running import QUIET, SLOW, assert_same_weights, finish, losses, start, train, until_step
+from forked import Forked
+from running import QUIET, SLOW, assert_same_weights, finish, losses, train, until_step
 
 from weft.checkpoint.load import checkpoints
 from weft.config.run import RunConfig
@@ -31,7 +32,7 @@ def test_a_killed_and_a_stopped_run_go_on_to_the_same_bits(run_yaml, tmp_path, m
     straight, run = tmp_path / "runs" / "straight", tmp_path / "runs" / "broken"
     file = run_yaml("broken.yaml", **common, run={"name": "broken"})
 
-    process = start(file, cwd=tmp_path)
+    process = Forked("train", file, cwd=tmp_path)
     until_step(process, run, 19)
     process.kill()
     assert finish(process)[0] == -signal.SIGKILL
@@ -42,7 +43,7 @@ def test_a_killed_and_a_stopped_run_go_on_to_the_same_bits(run_yaml, tmp_path, m
     assert [c.name for c in (run / "checkpoints").glob("step-*")] == ["step-00000017"]
 
     # It goes on from step 17, and on its way is asked to leave.
-    process = start(file, cwd=tmp_path)
+    process = Forked("train", file, cwd=tmp_path)
     until_step(process, run, killed_at + 1)
     os.killpg(process.pid, signal.SIGTERM)  # its worker hears it too, and is needed until the checkpoint is there
     code, errors = finish(process)

@@ -7,7 +7,8 @@ import socket
 import time
 
 import pytest
-from running import QUIET, SLOW, finish, losses, start, train, until_step
+from forked import Forked
+from running import QUIET, SLOW, finish, losses, train, until_step
 
 import weft.files
 from weft.errors import UserError
@@ -29,7 +30,7 @@ def test_a_second_writer_is_told_who_trains_and_a_killed_one_holds_no_lock(run_y
     monkeypatch.chdir(tmp_path)
     slow = {"type": "slow_for_safety:Slow", "seconds": 0.2, "warmup_steps": 0}
     file = run_yaml(**SHORT | {"schedule": slow, "training": SHORT["training"] | {"steps": 30}})
-    process = start(file, cwd=tmp_path)
+    process = Forked("train", file, cwd=tmp_path)
     until_step(process, tmp_path / "runs" / "demo", 1)
     assert train(file) == 2
     said = capsys.readouterr().err

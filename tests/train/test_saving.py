@@ -3,10 +3,9 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from weft.checkpoint.checkpoint_files import find_damage
@@ -27,9 +26,9 @@ SHORT = {"training": {"steps": 6, "batch_tokens": 128, "micro_batch_size": 2}, "
 
 @pytest.fixture
 def train(tmp_path, run_yaml):
-    def fit(name: str, *overrides: str, words: tuple[str, ...] = (), **changes) -> Path:
+    def fit(name: str, *overrides: str, **changes) -> Path:
         path = run_yaml(**{**SHORT, "checkpoint": {"every": 2, "keep_last": 9}, **changes})
-        assert main(["train", str(path), f"run.name={name}", *overrides, *words]) == 0
+        assert main(["train", str(path), f"run.name={name}", *overrides]) == 0
         return tmp_path / "runs" / name
 
     return fit
@@ -43,8 +42,10 @@ def test_async_saves_are_those_of_sync_saves(train, capsys):
         assert main(["checkpoint", "verify", str(two)]) == 0
 
 
-def test_async_on_two_ranks(train):
-    one, two = train("one"), train("two", "checkpoint.mode=async", words=("--nproc", "2"))
+@pytest.mark.xdist_group("ranks")
+def test_async_on_two_ranks(train, run_yaml, tmp_path, ranks):
+    one, two = train("one"), tmp_path / "runs" / "two"
+    ranks.run(run_yaml(**SHORT, run={"name": "two"}, checkpoint={"every": 2, "keep_last": 9, "mode": "async"}), 2)
     assert [path.name for path in checkpoints(two)] == [path.name for path in checkpoints(one)]
     assert all(find_damage(path) is None for path in checkpoints(two))
     for step, loss in losses(one).items():
@@ -90,7 +91,7 @@ def test_a_run_resumes_from_what_survives(train, run_yaml, tmp_path, capsys, sur
     fast = tmp_path / "fast"
     overrides = ["run.name=killed", "checkpoint.mode=async", f"checkpoint.local={{steps: 1, directory: {fast}}}"]
     path = run_yaml(**SHORT, checkpoint={"every": 2, "keep_last": 9})
-    done = subprocess.run([sys.executable, "-c", KILLED, path, *overrides], capture_output=True, check=False)
+    done = forked.run(path, *overrides, program=KILLED)
     assert done.returncode == -signal.SIGKILL, done.stderr
     run = tmp_path / "runs" / "killed"
     assert [found.name for found in checkpoints(run)] == ["step-00000002", "step-00000004"]
@@ -110,7 +111,7 @@ def test_local_checkpoints_of_a_run_that_starts_over_are_not_found(train, run_ya
     fast = tmp_path / "fast"
     overrides = ["run.name=killed", f"checkpoint.local={{steps: 1, directory: {fast}}}"]
     path = run_yaml(**SHORT)
-    subprocess.run([sys.executable, "-c", KILLED, path, *overrides], capture_output=True, check=False)
+    forked.run(path, *overrides, program=KILLED)
     assert list(fast.glob("weft-*/*/checkpoints/step-00000005"))
     config = RunConfig.load(path, [*overrides, "training.steps=2", "schedule.warmup_steps=1"])
     assert Trainer(config, fresh=True).fit().step == 2
@@ -128,7 +129,7 @@ def test_a_folder_that_others_can_write_is_refused(run_yaml, tmp_path):
 def test_a_run_that_stops_before_its_first_step_saves_what_only_the_local_checkpoint_has(run_yaml, tmp_path):
     overrides = [f"checkpoint.local={{steps: 1, directory: {tmp_path / 'fast'}}}", "checkpoint.every=4"]
     path = run_yaml(**SHORT)
-    subprocess.run([sys.executable, "-c", KILLED, path, *overrides], capture_output=True, check=False)
+    forked.run(path, *overrides, program=KILLED)
     run = tmp_path / "runs" / "demo"
     assert [found.name for found in checkpoints(run)] == ["step-00000004"]
     with Trainer(RunConfig.load(path, overrides), batches="global") as trainer:

@@ -2,9 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
 
+import forked
 import pytest
 from running import assert_same_weights, losses, train
 
@@ -33,16 +32,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 
 
 def stop(tmp_path, *arguments, **environment):
-    command = [sys.executable, "-c", STUCK, *map(str, arguments)]
-    return subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    return forked.run(*arguments, cwd=tmp_path, program=STUCK, **environment)
 
 
 SHORT = {

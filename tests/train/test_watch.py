@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from running import QUIET, assert_same_weights, finish, losses, start, train
+from running import QUIET, assert_same_weights, losses, train
 
 from weft.checkpoint.load import checkpoints
 from weft.observe.events import read_events
@@ -124,13 +124,13 @@ def test_several_rollbacks_then_the_run_stops(watched, capsys):
     assert read_events(run)[0]["step"] == 1
 
 
-def test_two_ranks_skip_the_same_update(watched, tmp_path):
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_skip_the_same_update(watched, ranks):
     """Only one of the ranks reads the bad row."""
     file, run = watched("one", bad=6 * BATCH + 3, watch={"non_finite": "skip"}, dtype="float64")
     assert train(file) == 0
     file, two = watched("two", bad=6 * BATCH + 3, watch={"non_finite": "skip"}, dtype="float64")
-    code, errors = finish(start(file, "--nproc", 2, cwd=tmp_path))
-    assert code == 0, errors
+    ranks.run(file, 2)
     for folder in (run, two):
         assert [(e["step"], e["action"]) for e in read_events(folder)] == [(7, "skip")]
     assert [step for step, *_ in losses(two)] == list(range(1, 17))
