@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 LAUNCHER = "WEFT_LAUNCHER"  # environment variable of a rank: the launcher's process id and the pipe that it reads
+ELASTIC = "WEFT_ELASTIC"  # of a rank under `weft train --rendezvous`: process id of the agent, min. and max. hosts
 STORE_SOCKET = "WEFT_STORE_SOCKET"  # environment variable of rank 0: a listening socket for its store
 
 

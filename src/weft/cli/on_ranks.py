@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,19 +71,9 @@ def run_on_ranks(
     use_huge_pages()
     fresh = getattr(args, "fresh", False)
     if "RANK" in os.environ:
-        from weft.launch.local import join_launcher
-        from weft.observe.console import Console
-        from weft.processes import LAUNCHER
-
-        # The local launcher has packed the raw data, and printed what was detected.
-        console = Console(prints=os.environ["RANK"] == "0" and LAUNCHER not in os.environ)
-        join_launcher()
-
-        def load() -> RunConfig:
-            return _pack(RunConfig.load(args.file, args.overrides, for_fit=True), console, fresh)
-
-        return run_rank(load, act, verb)
-    ranks = args.nproc if args.nproc is not None and args.nproc > 0 else None
+        return _run_as_rank(args, verb, act)
+    hosts = getattr(args, "hosts", None)
+    ranks = args.nproc if args.nproc is not None and args.nproc > 0 and hosts is None else None
     # Reports errors before torch is imported.
     config = RunConfig.load(args.file, args.overrides, ranks=ranks, for_fit=True)
     run_directory, options = prepare(config)
@@ -90,6 +81,12 @@ def run_on_ranks(
     from weft.observe.console import Console
 
     nproc = checked_nproc(args.nproc)
+    if hosts is not None:
+        from weft.launch.elastic import train_elastic
+
+        assert run_directory is not None
+        command = [sys.executable, "-m", "weft", verb, args.file, *args.overrides, *options]
+        return train_elastic(command, nproc, run_directory, hosts)
     check_mesh(config, nproc)
     with terminable():  # this process does not handle SIGTERM yet
         config = _pack(config, Console(), fresh)  # before ranks start
@@ -105,6 +102,56 @@ def run_on_ranks(
     once = [option for option in options if option == "--fresh"]
     command += [option for option in options if option != "--fresh"]
     return supervise(command, nproc, run_directory, supervisor, once)
+
+
+def _run_as_rank(args: argparse.Namespace, verb: str, act: Callable[[RunConfig], Outcome]) -> int:
+    """Runs `act` in this process, which a launcher started as a rank, and returns the exit code."""
+    from weft.config.run import RunConfig
+    from weft.launch.local import join_launcher
+    from weft.observe.console import Console
+    from weft.processes import LAUNCHER
+
+    # The local launcher has packed the raw data, and printed what was detected.
+    console = Console(prints=os.environ["RANK"] == "0" and LAUNCHER not in os.environ)
+    join_launcher()
+
+    def load() -> RunConfig:
+        overrides = [*args.overrides, *elastic_overrides(args, console)]
+        return _pack(RunConfig.load(args.file, overrides, for_fit=True), console, getattr(args, "fresh", False))
+
+    return run_rank(load, act, verb)
+
+
+def elastic_overrides(args: argparse.Namespace, console: Console) -> list[str]:
+    """Returns the sizes of the mesh as overrides, if the number of hosts can differ from what the config is made for.
+
+    Prints the mesh if it differs from that of the config.
+
+    Raises:
+        UserError: no mesh with this number of ranks is legal.
+    """
+    from weft.config.legal_mesh import elastic_mesh
+    from weft.config.mesh import MeshShape, mesh_shape
+    from weft.config.run import RunConfig
+    from weft.processes import ELASTIC
+
+    if ELASTIC not in os.environ:
+        return []
+    ranks = os.environ.pop("WORLD_SIZE")
+    try:
+        config = RunConfig.load(args.file, args.overrides, for_fit=True)  # on the ranks that it is made for
+    finally:
+        os.environ["WORLD_SIZE"] = ranks
+    mesh = elastic_mesh(config, int(ranks))
+    if mesh is None:
+        raise UserError(f"no mesh with {ranks} ranks is legal; change the axes of parallel, or --nproc", args.file)
+    hosts, shape = os.environ.get("GROUP_WORLD_SIZE", "1"), MeshShape(**mesh)
+    with suppress(UserError):  # the configured mesh has another number of ranks
+        if mesh_shape(config.parallel, int(ranks)) == shape:
+            console.line(f"hosts: {hosts}, mesh: {shape}")
+            return []
+    console.line(f"hosts: {hosts}, mesh: {shape} (nearest legal to the configured one)")
+    return [f"parallel.{axis}={size}" for axis, size in mesh.items()]
 
 
 def _pack(config: RunConfig, console: Console, fresh: bool) -> RunConfig:
@@ -163,7 +210,8 @@ def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome],
         act: function that does the work of this rank, given the config.
         verb: name of the subcommand.
     """
-    from weft.launch.failures import NON_FINITE, report_exception, report_mistake, send_to_launcher
+    from weft.launch.failures import NON_FINITE, STOPPED, report_exception, report_mistake, send_to_launcher
+    from weft.processes import ELASTIC
 
     config = None
     try:
@@ -179,5 +227,7 @@ def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome],
     if outcome.status in ("non-finite", "spike"):
         send_to_launcher("the watch stopped the run", NON_FINITE)
     if outcome.status == "stopped":
+        if ELASTIC in os.environ:  # the agents of the other hosts decide whether to go on
+            send_to_launcher(str(outcome.signal or 15), STOPPED)
         return 128 + (outcome.signal or 15)
     return 1 if outcome.status in ("non-finite", "spike", "differs") else 0

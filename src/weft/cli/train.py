@@ -12,17 +12,20 @@ from weft.errors import UserError
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
+    from weft.launch.hosts import Hosts
     from weft.launch.supervisor import Supervisor
     from weft.train.stop import Outcome
 
 HELP = "train the model that a run file describes; resume an interrupted run"
 GROUP = "train"
+ELASTIC_RESTARTS = 20  # default of --max-restarts if hosts can be lost
 EPILOG = (
     "examples:\n"
     "  weft train run.yaml\n"
     "  weft train run.yaml optimizer.lr=1e-3 training.steps=2000\n"
     "  weft train run.yaml --nproc 4                       four processes on this machine (FSDP2)\n"
     "  weft train run.yaml --nproc 4 --max-restarts 20     the same, restarted after a failure\n"
+    "  weft train run.yaml --nodes 2:8 --rendezvous one:29400    on each of 2 to 8 hosts\n"
     "  torchrun --nnodes 2 --nproc-per-node 8 ... -m weft train run.yaml\n\n"
     "exit codes:\n"
     "  0    finished\n"
@@ -69,17 +72,25 @@ def add_restart_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-restarts",
         type=int,
-        default=0,
         metavar="N",
-        help="start all local processes again, up to N times, after one of them failed; training resumes from the last "
+        help="start all processes again, up to N times, after one of them failed; training resumes from the last "
         "checkpoint. Not after an error in the input or in custom code, a loss that is not finite, or a signal to stop "
-        "(default: 0)",
+        f"(default: 0; with --nodes MIN:MAX: {ELASTIC_RESTARTS})",
     )
     parser.add_argument(
         "--restart-window",
         type=float,
         metavar="SECONDS",
         help="count only the restarts of the last SECONDS for --max-restarts (default: all restarts)",
+    )
+    parser.add_argument(
+        "--nodes",
+        metavar="N or MIN:MAX",
+        help="number of hosts, on each of which the same command runs. MIN:MAX: the run goes on when hosts are lost, "
+        "as long as MIN are left, and when lost hosts return or others join",
+    )
+    parser.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="with --nodes, the address where the hosts meet; HOST is one of them"
     )
     parser.add_argument(
         "--stop-within",
@@ -120,6 +131,9 @@ def supervisor_of(args: argparse.Namespace) -> Supervisor | None:
     """
     from weft.launch.supervisor import Supervisor
 
+    args.hosts = hosts_of(args)
+    if args.max_restarts is None:
+        args.max_restarts = 0
     if args.max_restarts < 0:
         raise UserError(f"--max-restarts {args.max_restarts}: use 0 or more")
     if args.restart_window is not None and (args.restart_window <= 0 or not args.max_restarts):
@@ -129,6 +143,35 @@ def supervisor_of(args: argparse.Namespace) -> Supervisor | None:
     if args.max_restarts:
         raise UserError("--max-restarts restarts local processes; under torchrun, use torchrun's --max-restarts")
     return None
+
+
+def hosts_of(args: argparse.Namespace) -> Hosts | None:
+    """Returns the hosts of an elastic run, from `--nodes` and `--rendezvous`; None without these options.
+
+    Raises:
+        UserError: the options are not valid.
+    """
+    if args.nodes is None and args.rendezvous is None:
+        return None
+    if args.nodes is None or args.rendezvous is None:
+        raise UserError("--nodes and --rendezvous belong together: --nodes 2:8 --rendezvous HOST:PORT")
+    least, _, most = args.nodes.partition(":")
+    if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
+        raise UserError(f"--nodes {args.nodes}: use a number of hosts, or MIN:MAX")
+    host, _, port = args.rendezvous.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UserError(f"--rendezvous {args.rendezvous}: use HOST:PORT, such as one:29400")
+    if "RANK" in os.environ:
+        raise UserError("--rendezvous starts processes on each host; remove it under torchrun")
+    if args.fresh:
+        raise UserError("--fresh: each host would start over; rename the run directory, or choose another run.name")
+    if args.restart_window is not None:
+        raise UserError("--restart-window counts restarts of local processes; remove it with --rendezvous")
+    from weft.launch.hosts import Hosts
+
+    elastic = int(least) < int(most or least)
+    restarts = args.max_restarts if args.max_restarts is not None else ELASTIC_RESTARTS if elastic else 0
+    return Hosts(int(least), int(most or least), args.rendezvous, restarts)
 
 
 def fit(config: RunConfig, args: argparse.Namespace) -> Outcome:

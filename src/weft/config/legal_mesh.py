@@ -45,6 +45,28 @@ def check_mesh(config: RunConfig, ranks: int) -> MeshShape:
     return mesh_shape(config.parallel, ranks)
 
 
+def elastic_mesh(config: RunConfig, ranks: int) -> dict[str, int] | None:
+    """Returns the sizes of the mesh that is closest to that of a config, for another number of ranks.
+
+    Only the data axes and `ep` change, if such a mesh is legal; otherwise also the other axes.
+
+    Returns:
+        Axis -> size of all axes; None if no mesh with this number of ranks is legal.
+    """
+    section, sequences = config.parallel, None if config.data.train is None else batch_sequences(config)
+    needs = Needs(_getter(config), section, sequences)
+    kept = {axis: getattr(section, axis) for axis in ("pp", "cp", "tp") if getattr(section, axis) != -1}
+
+    def keeps(axis: str, size: int) -> bool:
+        return kept.get(axis, size) == size and needs.allows(axis, size)
+
+    for allows in (keeps, needs.allows):
+        found = nearest_mesh(section, ranks, needs.experts, allows, needs.fits)
+        if found is not None:
+            return {axis: found.get(axis, 1) for axis in SIZES}
+    return None
+
+
 def sequence_unit(config: RunConfig, shape: MeshShape) -> int:
     """Returns the number of which the length of every sequence must be a multiple, for `cp` and `tp`."""
     return Needs(_getter(config), config.parallel, None).sequence_unit(shape)

@@ -31,6 +31,7 @@ from weft.observe import status
 from weft.observe.logs import log_path, log_to_file, open_log
 
 MISTAKE, CUSTOM, INTERNAL = "mistake", "custom", "internal"  # who is at fault: the input, custom code, other code
+STOPPED = "stopped"  # a signal to any rank; the message is its number
 NON_FINITE = "non-finite"  # the loss is not finite; the first rank has printed it
 EXIT_LOST = 3
 GRACE = 5  # seconds that a rank waits for another rank to report an error that all ranks found
@@ -142,7 +143,7 @@ def send_to_launcher(text: str, kind: str) -> bool:
     Args:
         text: message or traceback.
         kind: MISTAKE (invalid input), CUSTOM (an error of custom code, or full memory or disk), NON_FINITE (a loss that
-            is not finite) or INTERNAL (other).
+            is not finite), STOPPED (by a signal) or INTERNAL (other).
     """
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     message = {"message": text.partition("\n")[0], "extraInfo": extra, _KEY: {"kind": kind, "time": time.time()}}
@@ -156,6 +157,13 @@ def send_to_launcher(text: str, kind: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def read_error_file(path: Path) -> Any:
+    """Returns what a rank sent with `send_to_launcher` to the file of torchrun; None if the rank sent nothing."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(path.read_text(encoding="utf-8"))["message"]
+    return None
 
 
 @dataclass(frozen=True)
@@ -187,6 +195,8 @@ def judge_failures(failures: Mapping[int, Failure]) -> Verdict:
     by_time = sorted(messages, key=lambda rank: messages[rank][_KEY]["time"])
     for rank in by_time:
         kind, text = messages[rank][_KEY]["kind"], messages[rank]["extraInfo"]["py_callstack"]
+        if kind == STOPPED:
+            return Verdict(None, 128 + int(text))
         if kind != INTERNAL:
             return Verdict(rank, 1 if kind == NON_FINITE else 2, text if kind == CUSTOM else "")
     codes = [failure.exitcode for failure in failures.values()]

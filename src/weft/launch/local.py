@@ -25,7 +25,7 @@ from weft.launch.failures import (
 from weft.launch.hang import HangWatch, hung_first
 from weft.launch.rank import STACKS_SIGNAL, Rank, start_rank
 from weft.observe import status
-from weft.processes import LAUNCHER, die_with, signal_handler
+from weft.processes import ELASTIC, LAUNCHER, die_with, signal_handler
 from weft.train.stop import MOST_RESERVE, RESERVE, stop_within
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask a run to save and exit
@@ -231,6 +231,8 @@ def run_once(
 
 def join_launcher() -> None:
     """Connects this rank to the local launcher that started it, if any. The rank is killed when the launcher ends."""
+    if ELASTIC in os.environ:
+        die_with(int(os.environ[ELASTIC].split()[0]))
     launcher = os.environ.pop(LAUNCHER, None)  # child processes must not connect to the launcher
     if launcher is not None:
         process, pipe, stacks = map(int, launcher.split())

@@ -20,10 +20,10 @@ from typing import Any
 from weft.checkpoint.checkpoint_files import FOLDER as CHECKPOINTS
 from weft.checkpoint.checkpoint_files import list_checkpoints, step_of
 from weft.observe import status
-from weft.processes import attempt
 
 FILE = "failures.jsonl"
 RANKS = "ranks"
+RUN_ID = "TORCHELASTIC_RUN_ID"  # environment variable: torchrun's id of the job
 LINES = 20  # last lines of an error
 
 
@@ -63,12 +63,12 @@ def append_failure(run: Path, *, began: float, at: float, step: int, **failure: 
 class RankRecord:
     """The record of a rank under torchrun: a file, which exists until the rank ends well."""
 
-    def __init__(self, run: Path, rank: int):
+    def __init__(self, run: Path, rank: int, number: int):
         self.path = run / "logs" / RANKS / f"{rank:05d}.json"
         self.content: dict[str, Any] = {
             "rank": rank,
             "host": socket.gethostname(),
-            "attempt": attempt(),
+            "attempt": number,
             "began": time.time(),
         }
         self._write()
@@ -102,12 +102,29 @@ class RankRecord:
             self.path.write_text(json.dumps(self.content), encoding="utf-8")
 
 
-def record_last_attempt(run: Path) -> None:
+def has_begun(run: Path, number: int) -> bool:
+    """Whether an earlier attempt of this torchrun has begun the run, which `--fresh` must not start over again.
+
+    Args:
+        number: number of this attempt, counted from 1.
+    """
+    with suppress(OSError):
+        return number > 1 and (run / "logs" / "torchrun-id").read_text(encoding="utf-8") == os.environ.get(RUN_ID)
+    return False
+
+
+def record_last_attempt(run: Path, torchrun: str) -> None:
     """Records the failure that the ranks of the last attempt left behind, if there was one. The first rank calls it.
 
     A rank that was killed left no end in its file. It is taken for the cause; otherwise the rank that failed first, or
     the rank that is behind the others if the ranks hung.
+
+    Args:
+        torchrun: torchrun's id of the job, which the next attempt compares with its own (see `has_begun`).
     """
+    with suppress(OSError):
+        (run / "logs").mkdir(exist_ok=True)
+        (run / "logs" / "torchrun-id").write_text(torchrun, encoding="utf-8")
     found = []
     for path in sorted((run / "logs" / RANKS).glob("*.json")):
         with suppress(OSError, ValueError):  # written by half

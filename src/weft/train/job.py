@@ -14,8 +14,9 @@ from weft.config.training import TrainingSection
 from weft.config.trust import remember_code
 from weft.observe.console import Console
 from weft.parallel.world import World
+from weft.processes import attempt
 from weft.train.auto_settings import apply_choices, choose
-from weft.train.failure_record import RankRecord, record_last_attempt
+from weft.train.failure_record import RUN_ID, RankRecord, has_begun, record_last_attempt
 from weft.train.rank_watch import RankWatch
 from weft.train.run_directory import RunDirectory, claim, warn_of_other_writers
 
@@ -77,14 +78,15 @@ def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool) -
     """
     path = config.run_directory
     remember_code(config.as_dict())
-    lock = world.agree(lambda: claim(path, fresh=fresh), only_first=True)
+    number = world.agree(attempt, only_first=True)  # a host that joined later counts fewer
+    lock = world.agree(lambda: claim(path, fresh=fresh and not has_begun(path, number)), only_first=True)
     if world.rank == 0 and (warning := warn_of_other_writers(path)) is not None:
         console.warning(warning)
     run = RunDirectory(path, lock if world.rank == 0 else None)
-    watch = RankWatch(path, world.rank, world.ranks, config.training.hang_timeout)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        world.agree(lambda: record_last_attempt(path), only_first=True)
-        watch.record = RankRecord(path, world.rank)
+    watch = RankWatch(path, world.rank, world.ranks, config.training.hang_timeout, number)
+    if RUN_ID in os.environ:
+        world.agree(lambda: record_last_attempt(path, os.environ[RUN_ID]), only_first=True)
+        watch.record = RankRecord(path, world.rank, number)
     config = run.with_dtype(config)
     chosen = world.agree(lambda: choose(config.training, world.device).model_dump(), only_first=True)
     config = config.model_copy(update={"training": TrainingSection(**chosen)})

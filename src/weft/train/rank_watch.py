@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.observe import status
-from weft.processes import attempt
 from weft.torch_private import recorded_collectives
 from weft.train.failure_record import RankRecord
 
@@ -42,19 +41,20 @@ class RankWatch:
         run: the run directory.
         rank, ranks: number of this rank, and of all ranks.
         timeout: `training.hang_timeout`, in seconds; None: adapted to the steps.
+        number: number of the attempt, equal on all ranks.
 
     Attributes:
         loop: the training loop, once it is built.
         record: of this rank; None if no other process would read it.
     """
 
-    def __init__(self, run: Path, rank: int, ranks: int, timeout: float | None):
+    def __init__(self, run: Path, rank: int, ranks: int, timeout: float | None, number: int):
         self.run, self.rank, self.ranks, self.timeout = run, rank, ranks, timeout
         self.loop: Loop | None = None
         self.record: RankRecord | None = None
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
         self.decides = not status.connected() and (timeout is not None or restarts)
-        self.stacks = run / "logs" / f"stacks-{attempt()}.txt"
+        self.stacks = run / "logs" / f"stacks-{number}.txt"
         self._ended = threading.Event()
         self._dumped = False
 

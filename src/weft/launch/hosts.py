@@ -1,0 +1,21 @@
+"""Defines `Hosts`, the hosts on which a run trains together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of an elastic run.
+
+    Attributes:
+        least, most: number of hosts.
+        endpoint: HOST:PORT, at which all hosts meet. The agent on HOST listens there.
+        restarts: maximum number of restarts after failures on each host. A host that joins does not count.
+    """
+
+    least: int
+    most: int
+    endpoint: str
+    restarts: int
