@@ -75,6 +75,9 @@ class LocalRanks:
                     rank = start_rank(command, number, nproc, listener, keeps_stderr)
                     self.ranks.append(rank)
                     self.pipes.register(rank.pipe, selectors.EVENT_READ, rank.read)
+                    if hasattr(os, "pidfd_open"):  # Linux: wakes the launcher at once when the rank ends
+                        ended = os.pidfd_open(rank.pid)
+                        self.pipes.register(ended, selectors.EVENT_READ, lambda: False)
                     if rank.stderr is not None:
                         self.pipes.register(rank.stderr, selectors.EVENT_READ, rank.forward_stderr)
         except OSError as error:
@@ -106,7 +109,9 @@ class LocalRanks:
             alive = [rank for rank in self.ranks if rank.ended is None]
             if self.ending is None and (self.received or any(rank.exitcode for rank in self.ranks if rank.ended)):
                 self.ending = time.monotonic()
-                self.send(signal.SIGTERM)
+                if self.watch is not None and not self.received and any(r.exitcode < 0 for r in self.ranks if r.ended):
+                    self.killed = {rank.number for rank in alive}  # nothing is left to save or to report
+                self.send(signal.SIGKILL if self.killed else signal.SIGTERM)
             if self.ending is None and self.watch is not None and self.watch.hangs(alive):
                 self.kill_hung(alive, self.watch)
             if self.ending is not None and alive and not self.killed:

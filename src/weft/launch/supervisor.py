@@ -17,7 +17,8 @@ from weft.launch.rank import Rank
 from weft.processes import signal_handler
 from weft.train.failure_record import append_failure, last_checkpoint
 
-FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds before a restart; doubled while the run makes no progress
+# Seconds before a restart. The first one is at once; the delay is doubled while the run makes no progress.
+FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0
 SAME_STEP = 3  # failures in one step, after which the run stops: the cause is the step, not the machine
 
 
@@ -74,7 +75,9 @@ class Supervisor:
             return None, f"no restart is left of {self.most}{within} (--max-restarts)" if self.most else ""
         self.restarts.append(now_)
         self.without_progress += 1
-        return min(LONGEST_DELAY, FIRST_DELAY * 2 ** (self.without_progress - 1)), ""
+        return 0.0 if self.without_progress == 1 else min(
+            LONGEST_DELAY, FIRST_DELAY * 2 ** (self.without_progress - 2)
+        ), ""
 
 
 def supervise(
@@ -127,7 +130,8 @@ def announce(verdict: Verdict, rank: Rank, run_directory: Path, supervisor: Supe
     count = f"restart {len(supervisor.restarts)} of {supervisor.most}"
     if supervisor.window is not None:
         count = f"restart {len(supervisor.restarts)}, at most {supervisor.most} in {supervisor.window:g} s,"
-    print_error(f"{what}; {count} {where} in {counted(round(delay), 'second')}")
+    when = f"in {counted(round(delay), 'second')}" if delay else "now"
+    print_error(f"{what}; {count} {where} {when}")
 
 
 def record(
