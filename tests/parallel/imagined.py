@@ -143,7 +143,7 @@ def loop_of(config: RunConfig, world: World, wire: Wire, model: torch.nn.Module,
     sizes = length.sequences_per_rank, length.sequence_length, config.model.vocab_size
     rows = Rows(*sizes, length.micro_batch_size)
     loop = Steps(
-        Job(config, world, SimpleNamespace(path=Path()), Console(prints=False)),
+        Job(config, world, SimpleNamespace(path=Path()), Console(prints=False), SimpleNamespace()),
         Data(length, rows, (), {}),
         model,
         objective,
