@@ -47,6 +47,11 @@ class Forked:
     def returncode(self) -> int | None:
         return self.process.exitcode
 
+    @property
+    def stderr(self) -> str:
+        """What was written to stderr until now."""
+        return Path(self.files[1]).read_text() if Path(self.files[1]).exists() else ""
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)

@@ -1,16 +1,10 @@
-"""What the checkpoint tests share, and the ranks' half of the tests of several processes.
-
-Run as a script (`checkpoint_cases.py FOLDER RANK`) this is one of four ranks. They live once for all cases: as a world
-of two, then of four. Each case's outcome goes to FOLDER/outcome-RANK.json for pytest to look at.
-"""
+"""What the checkpoint tests share, and the ranks' half of the tests of several processes (`outcomes`)."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import resource
-import sys
 import traceback
 from functools import partial
 from pathlib import Path
@@ -277,8 +271,10 @@ def refuses(run: Path, model, expected: str, rank: int) -> None:
     assert expected in text, text
 
 
-def main(folder: Path, rank: int) -> None:
-    outcome = {}
+def outcomes(folder: Path) -> dict[str, str]:
+    """On each of four ranks: the cases, and what became of them. They are a world of two first, then of four."""
+    rank, outcome = int(os.environ.pop("RANK")), {}
+    os.environ.pop("WORLD_SIZE")
     for size, cases in ((2, two_ranks), (4, four_ranks)):
         if rank >= size:
             continue
@@ -292,9 +288,4 @@ def main(folder: Path, rank: int) -> None:
             dist.barrier()
         dist.barrier()
         dist.destroy_process_group()
-    (folder / f"outcome-{rank}.json").write_text(json.dumps(outcome))
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    return outcome

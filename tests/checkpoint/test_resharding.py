@@ -2,21 +2,19 @@
 
 import json
 import math
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import OPTIMIZERS, adamw, built, everything, goes_on, same, start, write
+from checkpoint_cases import OPTIMIZERS, adamw, built, everything, goes_on, outcomes, same, start, write
 from safetensors import safe_open
 from torch import nn
 
 from weft.checkpoint.load import checkpoints, load, resolve
 
-# Four ranks are started once: in one worker, not in each.
-pytestmark = pytest.mark.xdist_group("resharding")
+# Four ranks run all cases once, in the worker that has the fork server.
+pytestmark = pytest.mark.xdist_group("ranks")
 
 CASES = [
     *(f"x1-to-x2-{kind}" for kind in OPTIMIZERS),
@@ -34,7 +32,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> tuple[Path, list[dict]]:
+def world(tmp_path_factory, ranks) -> tuple[Path, list[dict]]:
     """Four ranks that have run all their cases, and what became of them on each rank."""
     folder = tmp_path_factory.mktemp("world")
     for kind in OPTIMIZERS:
@@ -42,21 +40,7 @@ def world(tmp_path_factory) -> tuple[Path, list[dict]]:
     write(folder / "damaged", built(1), None, step=1)
     damaged = write(folder / "damaged", built(1), None)
     flip_a_bit(next(damaged.glob("*.safetensors")))
-    script = Path(__file__).with_name("checkpoint_cases.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder), str(rank)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        for rank in range(4)
-    ]
-    try:
-        texts = [process.communicate(timeout=240) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for process, (_, stderr) in zip(ranks, texts, strict=True):
-        assert process.returncode == 0, stderr.decode()[-4000:]
-    return folder, [json.loads((folder / f"outcome-{rank}.json").read_text()) for rank in range(4)]
+    return folder, ranks.call(outcomes, 4, folder, seconds=240)
 
 
 def flip_a_bit(path: Path) -> None:

@@ -1,21 +1,14 @@
 """`weft profile` on one process and on two: what it leaves, and that it leaves nothing else."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from forked import Forked
 
 from weft.cli.main import main
 from weft.observe.trace import read_trace
-
-
-def profile(path, *arguments, cwd):
-    command = [sys.executable, "-m", "weft", "profile", str(path), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 def check(found, steps):
@@ -59,21 +52,14 @@ def test_one_process_leaves_a_profile_and_nothing_else(run_yaml, tmp_path, monke
     assert (tmp_path / "profiles" / "demo-2" / "profile.json").exists()
 
 
-def test_two_processes_show_their_communication(run_yaml, tmp_path):
-    done = profile(
-        run_yaml(training={"batch_tokens": 512}),
-        "--nproc",
-        2,
-        "--warmup",
-        1,
-        "--steps",
-        2,
-        "--out",
-        "two",
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "USDT" not in done.stderr
+@pytest.mark.xdist_group("ranks")
+def test_two_processes_show_their_communication(run_yaml, tmp_path, ranks):
+    from pool import weft_command
+
+    words = ["profile", str(run_yaml(training={"batch_tokens": 512})), "--warmup", "1", "--steps", "2", "--out", "two"]
+    for rank, (code, errors) in enumerate(ranks.call(weft_command, 2, tmp_path, words)):
+        assert code == 0, errors
+        assert "USDT" not in (ranks.folder / f"log-{rank}").read_text()
     found = json.loads((tmp_path / "two" / "profile.json").read_text())
     check(found, [2, 3])
     assert [report["rank"] for report in found["per_rank"]] == [0, 1]
@@ -112,14 +98,10 @@ def test_mistakes_are_one_line(run_yaml, tmp_path, monkeypatch, capsys, argument
 
 
 def test_a_signal_leaves_no_folder(run_yaml, tmp_path):
-    command = [sys.executable, "-m", "weft", "profile", run_yaml(training={"steps": 90000}), "--warmup", "80000"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True
-    )
-    for line in process.stderr:
-        if line.startswith("step 1/"):
-            break
-    time.sleep(0.1)
+    words = ("profile", run_yaml(training={"steps": 90000}), "--warmup", "80000")
+    process = Forked(*words, cwd=tmp_path, TMPDIR=str(tmp_path))
+    while "\nstep 1/" not in process.stderr and process.poll() is None:
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 130

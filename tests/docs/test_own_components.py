@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -49,7 +48,10 @@ def test_each_component_has_a_short_example_in_the_houses_style(page):
     check_style()
 
 
-def test_the_examples_are_one_run_also_on_two_ranks_and_resumed(page):
+@pytest.mark.xdist_group("ranks")
+def test_the_examples_are_one_run_also_on_two_ranks_and_resumed(page, ranks):
+    from pool import weft_command
+
     (command,) = re.findall(r"^\$ weft (train run.yaml)$", TEXT, re.M)
     assert main([*command.split(), "run.name=one", *EXACT]) == 0
     one, two = page / "runs" / "one", page / "runs" / "two"
@@ -61,9 +63,8 @@ def test_the_examples_are_one_run_also_on_two_ranks_and_resumed(page):
     numbers = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
     assert [(line["steps_without_progress"], line["longest"]) for line in numbers] == [(0, 16)] * 4
     assert all(line["lr/matrix"] == line["lr"] and 0 <= line["sure"] < 1 for line in numbers)
-    words = [sys.executable, "-m", "weft", *command.split(), "run.name=two", *EXACT, "--nproc", "2"]
-    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=90)
-    assert done.returncode == 0, done.stderr
+    for code, errors in ranks.call(weft_command, 2, page, [*command.split(), "run.name=two", *EXACT]):
+        assert code == 0, errors
     assert losses(two) == pytest.approx(losses(one), rel=0, abs=1e-12)
     shutil.rmtree(two / "checkpoints" / "step-00000004")  # one rank goes on from what two have saved
     assert main([*command.split(), "run.name=two", *EXACT]) == 0

@@ -2,12 +2,10 @@
 
 import importlib.util
 import json
-import os
 import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -40,7 +38,10 @@ def test_the_files_are_short_and_in_the_houses_style(page):
     check_style()
 
 
-def test_the_loop_is_the_same_on_two_ranks_and_resumes(page, capfd):
+@pytest.mark.xdist_group("ranks")
+def test_the_loop_is_the_same_on_two_ranks_and_resumes(page, capfd, ranks):
+    from pool import run_program
+
     loop, on_ranks, *_ = commands(TEXT)
     assert loop.text == "python my_loop.py"
     runpy.run_path("my_loop.py")
@@ -52,13 +53,9 @@ def test_the_loop_is_the_same_on_two_ranks_and_resumes(page, capfd):
     assert one[-1] < one[0]
     (page / "runs").rename(page / "one")
     words = shlex.split(on_ranks.text)
-    assert words[0] == "torchrun"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("step 10: loss") == 1
+    assert words == ["torchrun", "--nproc-per-node", "2", "my_loop.py"]
+    printed = ranks.call(run_program, 2, page, "my_loop.py")  # as torchrun starts it
+    assert "".join(printed).count("step 10: loss") == 1
     assert losses(page / "runs/run") == pytest.approx(one, rel=0, abs=1e-4)
     shutil.rmtree(page / "runs/run/checkpoints/step-00000020")
     runpy.run_path("my_loop.py")  # one rank goes on from what two have saved

@@ -8,6 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+from launch_parts import none_left_in, rank_in, trained
 from running import QUIET, SLOW, finish, losses, start, train, until_step
 
 from weft.cli.main import main
@@ -25,31 +27,12 @@ def slow_run(run_yaml, tmp_path, steps=2000):
     )
 
 
-def processes_in(folder: Path) -> set[int]:
-    """The living processes that work in `folder`: a launcher, its ranks and their loaders."""
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and Path(os.readlink(process / "cwd")) == folder:
-                found.add(int(process.name))
-        except OSError:
-            continue  # it ended while we looked, or is not ours
-    return found
-
-
-def none_left_in(folder: Path, seconds: float = 10) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if not processes_in(folder):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def test_a_running_run_is_not_disturbed_and_leaves_saved_on_sigint(run_yaml, tmp_path, capsys, monkeypatch):
-    file, run = slow_run(run_yaml, tmp_path), tmp_path / "runs" / "demo"
-    process = start(file, "--nproc", 2, cwd=tmp_path)
+def test_a_killed_rank_is_told_in_one_line_and_a_stopped_run_resumes(run_yaml, tmp_path, capsys, monkeypatch):
+    scratch, run = Path(tempfile.mkdtemp()), tmp_path / "runs" / "demo"
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    file = slow_run(run_yaml, tmp_path)
+    arguments = (file, "checkpoint.every=3", "--nproc", 2)
+    process = start(*arguments, cwd=tmp_path)
     until_step(process, run, 3)
 
     monkeypatch.chdir(tmp_path)
@@ -57,8 +40,22 @@ def test_a_running_run_is_not_disturbed_and_leaves_saved_on_sigint(run_yaml, tmp
     error = capsys.readouterr().err
     assert "another process (process " in error  # rank 0, which holds the lock
     assert "is training in this run directory" in error
+    until_step(process, run, losses(run)[-1][0] + 1)  # the first one is not disturbed
     monkeypatch.chdir("/")
 
+    victim = rank_in(tmp_path, 1)
+    os.kill(victim, signal.SIGKILL)
+    code, errors = finish(process)
+    saved = int(max((run / "checkpoints").glob("step-*")).name[5:])
+    assert code == 3
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith(f"rank 1 (process {victim}) was killed by SIGKILL")
+    assert f"the same command resumes from the last checkpoint, of step {saved};" in errors.splitlines()[-1]
+    assert "Traceback" in (run / "logs" / "rank-00000.log").read_text()
+    assert none_left_in(tmp_path)
+
+    process = start(*arguments, cwd=tmp_path)
+    until_step(process, run, saved + 5)
     process.send_signal(signal.SIGINT)
     code, errors = finish(process)
     assert code == 128 + signal.SIGINT, errors
@@ -67,6 +64,9 @@ def test_a_running_run_is_not_disturbed_and_leaves_saved_on_sigint(run_yaml, tmp
     assert (run / "checkpoints" / f"step-{left_at:08}").is_dir()
     assert f"stopped after step {left_at}, saved" in errors
     assert none_left_in(tmp_path)
+    assert not [path.name for path in scratch.iterdir() if "elastic" in path.name or "weft" in path.name]
+    shutil.rmtree(scratch)
+    monkeypatch.delenv("TMPDIR")
 
     # The same command resumes from there, on as many ranks as it likes, and says when there is nothing left to do.
     monkeypatch.chdir(tmp_path)
@@ -87,64 +87,42 @@ def test_a_running_run_is_not_disturbed_and_leaves_saved_on_sigint(run_yaml, tmp
     assert (old / "checkpoints" / f"step-{left_at:08}").is_dir()
 
 
-def test_a_killed_launcher_takes_its_ranks_with_it(run_yaml, tmp_path):
-    process = start(slow_run(run_yaml, tmp_path), "--nproc", 2, cwd=tmp_path)
-    until_step(process, tmp_path / "runs" / "demo", 2)
-    assert len(processes_in(tmp_path)) >= 3
-    process.kill()
-    assert finish(process)[0] == -signal.SIGKILL
-    assert none_left_in(tmp_path)
+TERMINATES = """
+import os, signal
+
+class Terminates:
+    def step(self, state):
+        if state.step == 4 and state.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
 
 
-def rank_in(folder: Path, rank: int) -> int:
-    """The process of a rank."""
-    for process in processes_in(folder):
-        proc = Path(f"/proc/{process}")
-        environment, parent = (proc / "environ").read_bytes(), (proc / "stat").read_text().rpartition(")")[2].split()[1]
-        if f"\0RANK={rank}\0".encode() in environment and b"RANK=" not in Path(f"/proc/{parent}/environ").read_bytes():
-            return process
-    raise AssertionError(f"no rank {rank}")
-
-
-def test_a_killed_rank_is_told_in_one_line_and_a_signal_to_any_rank_stops_all(run_yaml, tmp_path, monkeypatch):
-    scratch, run = Path(tempfile.mkdtemp()), tmp_path / "runs" / "demo"
-    monkeypatch.setenv("TMPDIR", str(scratch))
-    file = slow_run(run_yaml, tmp_path)
-    arguments = (file, "checkpoint.every=3", "--nproc", 2)
-    process = start(*arguments, cwd=tmp_path)
-    until_step(process, run, 4)
-    victim = rank_in(tmp_path, 1)
-    os.kill(victim, signal.SIGKILL)
-    code, errors = finish(process)
-    saved = int(max((run / "checkpoints").glob("step-*")).name[5:])
-    assert code == 3
-    assert "Traceback" not in errors
-    assert errors.splitlines()[-1].startswith(f"rank 1 (process {victim}) was killed by SIGKILL")
-    assert f"the same command resumes from the last checkpoint, of step {saved};" in errors.splitlines()[-1]
-    assert "Traceback" in (run / "logs" / "rank-00000.log").read_text()
-    assert none_left_in(tmp_path)
-
-    process = start(*arguments, cwd=tmp_path)
-    until_step(process, run, saved + 5)
-    os.kill(rank_in(tmp_path, 1), signal.SIGTERM)
-    code, errors = finish(process)
-    assert code == 128 + signal.SIGTERM, errors
-    left_at = losses(run)[-1][0]
+@pytest.mark.xdist_group("ranks")
+def test_a_signal_to_any_rank_stops_all(run_yaml, tmp_path, ranks):
+    (tmp_path / "terminates_for_launch.py").write_text(TERMINATES)
+    file = run_yaml(
+        training={"steps": 40, "batch_tokens": 256, "micro_batch_size": 2},
+        callbacks=[{"type": "terminates_for_launch:Terminates"}],
+        data={"validation": None},
+        log=QUIET,
+    )
+    (first, errors), (second, _) = ranks.call(trained, 2, tmp_path, [[str(file)]] * 2, one_host())
+    assert (first, second) == (143, 143), errors
+    left_at = losses(tmp_path / "runs" / "demo")[-1][0]
+    assert 4 <= left_at <= 6
     assert f"stopped after step {left_at}, saved" in errors
-    assert "signal" not in errors  # torch's own words
-    assert (run / "checkpoints" / f"step-{left_at:08}").is_dir()
-    assert none_left_in(tmp_path)
-    assert not [path.name for path in scratch.iterdir() if "elastic" in path.name or "weft" in path.name]
-    shutil.rmtree(scratch)
+    assert (tmp_path / "runs" / "demo" / "checkpoints" / f"step-{left_at:08}").is_dir()
 
 
-def test_a_mistake_that_only_ranks_can_see_is_one_line(run_yaml, tmp_path):
+def test_a_mistake_that_only_ranks_can_see_is_one_line(run_yaml, tmp_path, monkeypatch, capfd):
+    """And the launcher leaves its own environment as it was: what the same process starts afterwards is no rank."""
     in_the_way = tmp_path / "a_file"
     in_the_way.write_text("")
-    process = start(run_yaml(run={"directory": str(in_the_way)}, log=QUIET), "--nproc", 2, cwd=tmp_path)
-    code, errors = finish(process)
-    assert code == 2
-    (line,) = errors.strip().splitlines()
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    assert train(run_yaml(run={"directory": str(in_the_way)}, log=QUIET), "--nproc", 2) == 2
+    assert dict(os.environ) == before
+    (line,) = capfd.readouterr().err.strip().splitlines()
     assert "the run directory cannot be created" in line
     assert "set run.directory" in line
     assert str(in_the_way) in line
@@ -167,28 +145,17 @@ def test_more_processes_than_a_machine_has_room_for_are_refused(run_yaml, capsys
     assert "--nproc 99999: this machine has" in capsys.readouterr().err
 
 
-def test_a_launcher_leaves_its_own_environment_as_it_was(run_yaml, tmp_path, monkeypatch):
-    """What the same process starts afterwards is not a rank of this launcher, nor ends as one."""
-    monkeypatch.chdir(tmp_path)
-    before = dict(os.environ)
-    assert (
-        main(["train", str(run_yaml(training={"steps": 1}, schedule={"warmup_steps": 0}, log=QUIET)), "--nproc", "2"])
-        == 0
-    )
-    assert dict(os.environ) == before
-
-
-def test_ranks_with_another_mesh_and_other_data_end_at_once(run_yaml, tmp_path, tiny_heldout, monkeypatch):
+def one_host():
+    """Variables that name a free port of this host."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), "WORLD_SIZE": "2"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    file, ranks = run_yaml(parallel={"dp_shard": 2}, log=QUIET), []
-    for rank, changes in enumerate([[], ["parallel.dp_shard=1", "parallel.tp=2", f"data.train={tiny_heldout}"]]):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
-        ranks.append(start(file, *changes, cwd=tmp_path))
-    (first, line), second = map(finish, ranks)
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+
+
+@pytest.mark.xdist_group("ranks")
+def test_ranks_with_another_mesh_and_other_data_end_at_once(run_yaml, tmp_path, tiny_heldout, ranks):
+    file = run_yaml(parallel={"dp_shard": 2}, log=QUIET)
+    changes = ["parallel.dp_shard=1", "parallel.tp=2", f"data.train={tiny_heldout}"]
+    (first, line), second = ranks.call(trained, 2, tmp_path, [[str(file)], [str(file), *changes]], one_host())
     assert (first, second) == (2, (2, ""))
     assert len(line.splitlines()) == 1
     assert line.startswith("rank 1 differs from rank 0: data.train digest ")
@@ -208,11 +175,11 @@ class Rows:
 """
 
 
-def test_ranks_that_share_a_row_tell_its_mistake_once(run_yaml, tmp_path):
+def test_ranks_that_share_a_row_tell_its_mistake_once(run_yaml, tmp_path, monkeypatch, capfd):
     (tmp_path / "rows_for_launch.py").write_text(ROWS)
     data = {"train": {"type": "rows_for_launch:Rows"}, "validation": None, "shuffle": False}
     file = run_yaml(data=data, training={"steps": 9, "batch_tokens": 256}, schedule={"warmup_steps": 0}, log=QUIET)
-    code, errors = finish(start(file, "parallel.cp=2", "--nproc", 2, cwd=tmp_path))
-    assert code == 2
-    (line,) = [line for line in errors.splitlines() if "Rows[17] raised KeyError: 'seventeen'" in line]
+    monkeypatch.chdir(tmp_path)
+    assert train(file, "parallel.cp=2", "--nproc", 2) == 2
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "Rows[17] raised KeyError: 'seventeen'" in line]
     assert "rows_for_launch.py:8: " in line

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launch_parts import none_left_in, processes_in
 from running import QUIET, SLOW, finish, losses, start, train, until_step
 
 from weft.launch import supervisor
@@ -24,6 +25,8 @@ rank, attempt = int(os.environ["RANK"]), len(list(Path().glob(f"attempt-{os.envi
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 join_launcher()
 Path(f"attempt-{rank}-{attempt}").touch()
+while len(list(Path().glob(f"attempt-*-{attempt}"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.005)  # a rank that is stopped before it has begun would count its attempts wrongly
 """
 
 
@@ -76,6 +79,17 @@ time.sleep(0 if attempt == 2 else 60)
     assert (first["lost_steps"], second["lost_steps"]) == (6, 7)
     assert errors.count("about to die") == 2
     assert "was killed by SIGSEGV; restart 2 of 5 from the beginning now" in errors
+
+
+def test_ranks_that_all_die_are_one_failure(supervised):
+    code, errors, run = supervised("""
+doing("step 7", step=7)
+if attempt == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+""")
+    assert code == 0, errors
+    (failure,) = failures(run)
+    assert (failure["signal"], failure["attempt"], failure["restarted"]) == ("SIGKILL", 1, True)
 
 
 def test_a_step_that_always_fails_ends_the_run(supervised):
@@ -134,7 +148,8 @@ def test_a_window_forgets_old_restarts(monkeypatch):
         assert (one.delay(step, True)[0] is not None) is restarts
 
 
-def test_a_run_with_deaths_equals_a_run_without(run_yaml, tmp_path, monkeypatch):
+@pytest.mark.xdist_group("ranks")
+def test_a_run_with_deaths_equals_a_run_without(run_yaml, tmp_path, monkeypatch, ranks):
     (tmp_path / "slow_for_launch.py").write_text(SLOW)
 
     def file(name):
@@ -142,8 +157,8 @@ def test_a_run_with_deaths_equals_a_run_without(run_yaml, tmp_path, monkeypatch)
             f"{name}.yaml",
             run={"name": name},
             schedule={"type": "slow_for_launch:Slow", "warmup_steps": 0},
-            training={"steps": 24, "batch_tokens": 256, "micro_batch_size": 2},
-            data={"validation": None},
+            training={"steps": 18, "batch_tokens": 256, "micro_batch_size": 2},
+            data={"validation": None, "workers": 1},
             checkpoint={"every": 3},
             log=QUIET,
         )
@@ -153,26 +168,27 @@ def test_a_run_with_deaths_equals_a_run_without(run_yaml, tmp_path, monkeypatch)
     until_step(process, run, 5)
     os.kill(tree(process.pid)[1], signal.SIGKILL)  # one rank
     until_step(process, run, 11)
-    for rank in tree(process.pid).values():  # all ranks
-        os.kill(rank, signal.SIGKILL)
-    until_step(process, run, 17)
-    process.kill()  # the launcher; then the user gives the same command again
-    finish(process)
+    assert len(processes_in(tmp_path)) >= 3
+    process.kill()  # the launcher, which takes its ranks with it; then the user gives the same command again
+    assert finish(process)[0] == -signal.SIGKILL
+    assert none_left_in(tmp_path)
+    assert losses(run)[-1][0] < 18  # they did not go on
     process = start(file("killed"), "--nproc", 2, "--max-restarts", 9, cwd=tmp_path)
     code, errors = finish(process)
     assert code == 0, errors
-    first, second = failures(run)
-    assert (first["rank"], first["signal"], first["attempt"], second["attempt"]) == (1, "SIGKILL", 1, 2)
-    for entry in (first, second):
-        assert 0 <= entry["lost_steps"] <= 3
-        assert 0 <= entry["lost_seconds"] < 60
-        assert entry["doing"].startswith(("step ", "saving"))
+    (failure,) = failures(run)
+    assert (failure["rank"], failure["signal"], failure["attempt"]) == (1, "SIGKILL", 1)
+    assert 0 <= failure["lost_steps"] <= 3
+    assert 0 <= failure["lost_seconds"] < 60
+    assert failure["doing"].startswith(("step ", "saving"))
 
-    process = start(file("whole"), "--nproc", 2, cwd=tmp_path)
-    assert finish(process)[0] == 0
+    monkeypatch.syspath_prepend(tmp_path)
+    whole = file("whole")  # the fork server's ranks have no workers; they change no result
+    whole.write_text(whole.read_text().replace('"workers": 1', '"workers": 0'))
+    ranks.run(whole, 2)
     assert losses(run) == losses(tmp_path / "runs" / "whole")
     weights = [
-        sorted((tmp_path / "runs" / name / "checkpoints" / "step-00000024").glob("*.safetensors"))
+        sorted((tmp_path / "runs" / name / "checkpoints" / "step-00000018").glob("*.safetensors"))
         for name in ("killed", "whole")
     ]
     assert len(weights[0]) == len(weights[1]) > 0

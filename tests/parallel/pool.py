@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import io
 import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -177,6 +180,26 @@ def fit(file: Path, fresh: bool) -> None:
     from weft.train.trainer import Trainer
 
     Trainer(RunConfig.load(file), fresh=fresh).fit()
+
+
+def weft_command(folder: Path, words: list[str]) -> tuple[int, str]:
+    """The exit code and stderr of `weft` in a folder."""
+    from weft.cli.main import main
+
+    os.chdir(folder)
+    sys.path.insert(0, "")
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = main(words)
+    return code, errors.getvalue()
+
+
+def run_program(folder: Path, file: str) -> str:
+    """What a program in a folder wrote to stderr."""
+    os.chdir(folder)
+    sys.path.insert(0, "")
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        runpy.run_path(file, run_name="__main__")
+    return errors.getvalue()
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -1,0 +1,50 @@
+"""What the tests of several processes share: the processes of a run, and what ranks do in them."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "parallel"))
+
+from pool import weft_command
+
+
+def processes_in(folder: Path) -> set[int]:
+    """The living processes that work in `folder`: a launcher, its ranks and their loaders."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and Path(os.readlink(process / "cwd")) == folder:
+                found.add(int(process.name))
+        except OSError:
+            continue  # it ended while we looked, or is not ours
+    return found
+
+
+def none_left_in(folder: Path, seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not processes_in(folder):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def rank_in(folder: Path, rank: int) -> int:
+    """The process of a rank."""
+    for process in processes_in(folder):
+        proc = Path(f"/proc/{process}")
+        environment, parent = (proc / "environ").read_bytes(), (proc / "stat").read_text().rpartition(")")[2].split()[1]
+        if f"\0RANK={rank}\0".encode() in environment and b"RANK=" not in Path(f"/proc/{parent}/environ").read_bytes():
+            return process
+    raise AssertionError(f"no rank {rank}")
+
+
+def trained(folder: Path, words: list[list[str]], environment: dict[str, str]) -> tuple[int, str]:
+    """On each rank: the exit code and stderr of `weft train` with the rank's words, where only variables say that there
+    are ranks."""
+    os.environ.update(environment)
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    return weft_command(folder, ["train", *words[int(os.environ["RANK"])]])
