@@ -157,7 +157,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}
 
 
-_SECRET = re.compile(r"(^|[._-])(api[_-]?key|access[_-]?key|token|secret|password|passwd|credentials?)$", re.I)
+_SECRET = re.compile(r"(^|[._-])(api[_-]?key|access[_-]?key|token|secret|password|passwd|credentials?|webhook)$", re.I)
 _LOGIN = re.compile(r"(://[^/@:\s]*):[^/@\s]+@")
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from weft.config.section import Section
+from weft.config.section import Section, TextPattern
 
+Webhook = Annotated[
+    str,
+    TextPattern(
+        pattern=r"^(https?://[^\s/]\S*|\$[A-Za-z_][A-Za-z0-9_]*)$",
+        words="an http or https URL, or $NAME of the environment variable that contains the URL",
+    ),
+]
 Action = Literal["warn", "skip", "rollback", "stop"]
 
 
@@ -27,6 +34,21 @@ class SpikeSection(Section):
     """
 
 
+class AlertSection(Section):
+    """Where events of the watch are sent. The first rank sends them beside the training, which never waits for it. A
+    failure is a warning once, and the run goes on.
+    """
+
+    webhook: Webhook | None = None
+    """URL to which each event is posted as a JSON object, or `$NAME` of the environment variable that contains the URL.
+    Messages and trackers never show the URL; `config.yaml` of the run shows this value.
+    """
+    command: list[str] | None = Field(None, min_length=1)
+    """Program and arguments that are run for each event, without a shell. Standard input is the event as JSON."""
+    timeout: float = Field(10.0, gt=0)
+    """Seconds after which a request or a command is given up."""
+
+
 class WatchSection(Section):
     """What Weft observes during training. Each finding is an event in `logs/events.jsonl` (docs/watch.md)."""
 
@@ -42,3 +64,23 @@ class WatchSection(Section):
     """
     max_rollbacks: int = Field(3, ge=1)
     """Number of rollbacks of a run, over all sessions, after which the run stops instead."""
+    every: int = Field(50, ge=1)
+    """Number of steps between two comparisons of the ranks' times and memory."""
+    slow_rank: float | None = Field(1.5, gt=1)
+    """Warns of a rank that spends more than this factor of the other ranks' median time outside of waits for them.
+    `null`: no warning.
+    """
+    data_stall: float | None = Field(0.25, gt=0, lt=1)
+    """Warns if a rank waits for batches for more than this share of its time. `null`: no warning."""
+    memory_growth: bool = True
+    """Whether to warn of memory that grows so steadily that it is used up before the end of the run."""
+    disk: bool = True
+    """Whether to warn, at the start and before each save, if the disk has room for fewer than two checkpoints."""
+    heartbeat: float | None = Field(5.0, ge=0.1)
+    """Seconds between two versions of `logs/heartbeat.json`, which shows what the run is doing. `null`: no file."""
+    alert: AlertSection | None = None
+    """Where events are sent. Default: nowhere."""
+    prometheus_port: int | None = Field(None, ge=1, le=65535)
+    """Port on 127.0.0.1 where the first rank serves the metrics of the last step for Prometheus, at `/metrics`. It
+    needs `pip install 'weft-train[serve]'`. Default: no server.
+    """

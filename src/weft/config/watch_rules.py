@@ -6,8 +6,11 @@ from weft.config.draft import Draft
 
 
 def check_watch(draft: Draft) -> None:
-    """Reports a rollback to more checkpoints than the run keeps."""
+    """Reports a rollback to more checkpoints than the run keeps, and an alert without receiver."""
     wanted, kept = draft.get("watch.rollback_checkpoints"), draft.get("checkpoint.keep_last")
     if wanted is not None and kept is not None and wanted > kept:
         what = f"{wanted}, but the run keeps only {kept} checkpoints; lower the number, or raise checkpoint.keep_last"
         draft.report("watch.rollback_checkpoints", what, "checkpoint.keep_last")
+    given = [draft.values.get(f"watch.alert.{name}", "no section") for name in ("webhook", "command")]
+    if given == [None, None]:
+        draft.report("watch.alert", "it has no receiver; set webhook or command")

@@ -12,6 +12,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,12 @@ def read_manifest(run_directory: str | Path) -> dict[str, Any]:
 
 def now() -> str:
     """Returns the local time with its UTC offset, to the second."""
-    return datetime.now().astimezone().isoformat(timespec="seconds")
+    return local_time(time.time())
+
+
+def local_time(seconds: float) -> str:
+    """Returns a time, in seconds since the epoch, as local time with its UTC offset, to the second."""
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str]:

@@ -89,8 +89,9 @@ class World:
             The sums of `values`, then the sums of `votes`.
         """
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
-        given = [*values, *votes]
-        total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in given])
+        scalars = [torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values]
+        counts = torch.tensor(votes, dtype=torch.float64, device=device)
+        total = torch.cat([torch.stack(scalars), counts]) if scalars else counts
         if self.ranks > 1:
             if not self.first_of_data_rank:
                 total[: len(values)] = 0

@@ -18,7 +18,9 @@ class StepClock:
         peak: peak FLOP/s, summed over all devices.
 
     Attributes:
+        began: when the last step began (`time.perf_counter`).
         step_seconds: duration of the last step.
+        waited_seconds: the part of it before its batch arrived.
         warmup_seconds: duration of the session's first step, which compiles and allocates; None until it has ended.
         steady_seconds: total duration of the later steps.
         steady_steps: number of later steps.
@@ -28,9 +30,9 @@ class StepClock:
     def __init__(self, device: torch.device, flops_per_token: Callable[[int], float], peak: float):
         self.device, self.flops_per_token, self.peak = device, flops_per_token, peak
         self.warmup_seconds: float | None = None
-        self.step_seconds = self.steady_seconds = 0.0
+        self.step_seconds = self.waited_seconds = self.steady_seconds = 0.0
         self.steady_steps = self.steady_tokens = 0
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
         self.reset()
 
     def reset(self) -> None:
@@ -41,17 +43,18 @@ class StepClock:
 
     def begin(self) -> None:
         """Starts the timer of a step."""
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
 
     def data_arrived(self) -> None:
         """Records that the step's batch has arrived; the time since `begin` counts as waiting for data."""
-        self.data_seconds += time.perf_counter() - self._began
+        self.waited_seconds = time.perf_counter() - self.began
+        self.data_seconds += self.waited_seconds
 
     def end(self, tokens: int, sequence: int) -> None:
         """Ends the timer of a step with `tokens` tokens, in sequences of `sequence` tokens."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        self.step_seconds = seconds = time.perf_counter() - self._began
+        self.step_seconds = seconds = time.perf_counter() - self.began
         self.seconds += seconds
         self.steps += 1
         if self.warmup_seconds is None:

@@ -39,6 +39,7 @@ from weft.train.stop import Outcome, StopRequest
 from weft.train.sums import BatchSums, sample_seed
 from weft.train.validate import validate
 from weft.train.watch.guard import Finding, Guard
+from weft.train.watch.monitor import Monitor
 from weft.train.watch.reports import raise_unless_possible, warn_of_no_loss
 from weft.train.watch.rollback import roll_back
 
@@ -67,7 +68,7 @@ class Loop:
     compress: PowerSGD | None = None
     frozen: FrozenModels = field(default_factory=FrozenModels)
     saved: dict[str, Any] = field(default_factory=dict)
-    new_saver = Saver  # `weft profile` replaces it
+    new_saver, new_monitor = Saver, Monitor  # `weft profile` replaces them
 
     def __post_init__(self) -> None:
         self.config, self.world, self.length = self.job.config, self.job.world, self.data.length
@@ -82,6 +83,7 @@ class Loop:
         self.saver = self.new_saver(self)
         self.tokens = int(self.saved.get("tokens", 0))  # of all sessions
         self.guard = Guard(self.config.watch, self.saved)
+        self.monitor = self.new_monitor(self)
         raise_unless_possible(self.guard, self.data.source)
         if isinstance(self.data.source, RolloutSource):
             self.data.source.attach(self.passes, self.recorder.samples, self.length.samples_every)
@@ -135,6 +137,7 @@ class Loop:
         self.job.watch.loop = self
         self.passes.after_update()
         self.saver.begin(step)
+        self.monitor.begin(step)
         self.callbacks.call("begin", self.state)
         self.repeat_validation(step, missed=not self.saved.get("validated", True))
         return self.state
@@ -174,16 +177,20 @@ class Loop:
         Returns:
             The sums, and the decision of all ranks (see `StopRequest.decide`). Both need only one all-reduce.
         """
-        stop, size = self.state.stop, batch.tokens.shape[1]
+        stop, size, step = self.state.stop, batch.tokens.shape[1], self.state.step
+        weight, learned_here = self.objective.weight(batch), batch.weight.sum(dtype=torch.float64)
+        watched = self.monitor.votes(step)
         weight, learned, learned_tokens, tokens, ended, local_due, *votes = self.world.sum(
-            self.objective.weight(batch),
-            batch.weight.sum(dtype=torch.float64),
+            weight,
+            learned_here,
             (batch.weight > 0).sum(),
             (batch.samples >= 0).sum() * size,
-            votes=[*self.saver.votes, *stop.votes],
+            votes=[*self.saver.votes, *stop.votes, *watched],
         )
         self.saver.decide([ended, local_due])
-        return BatchSums(weight, learned, int(learned_tokens), int(tokens)), stop.decide(votes)
+        self.monitor.decide(votes[len(votes) - len(watched) :], step)
+        decision = stop.decide(votes[: len(votes) - len(watched)])
+        return BatchSums(weight, learned, int(learned_tokens), int(tokens)), decision
 
     def stopped(self, decision: int | None) -> Outcome:
         """Ends the session after a decision to stop (see `StopRequest.decide`), and returns its outcome."""
@@ -210,6 +217,7 @@ class Loop:
         if self.compress is not None:
             self.compress.reduce(step)
         norm = clip_gradients(self.parameters, self.config.training.grad_clip, self.world.pp_group, self.world.device)
+        self.monitor.own.reduced()
         finite = math.isfinite(loss) and math.isfinite(norm)
         scaling = self.scale.metrics(finite)
         overflow = not finite and self.scale.may_skip()
@@ -227,6 +235,7 @@ class Loop:
             self.passes.after_update()
         elif overflow:
             self.recorder.skipped(step)
+        self.monitor.own.updated()
         self.scale.update(finite)
         self.optimizer.zero_grad()
         balance = self.balance.update()
@@ -242,6 +251,7 @@ class Loop:
         state.metrics = self.recorder.end_step(state.step, sums.tokens, batch.tokens.shape[1], **measured)
         for values in (balance, scaling, scalars):
             state.log(values)
+        self.monitor.ended()
         return None
 
     def after_update(self, step: int) -> None:

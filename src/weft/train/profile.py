@@ -33,6 +33,7 @@ from weft.train.run_directory import RunDirectory
 from weft.train.saving import NoSaver
 from weft.train.stop import Outcome, StopRequest
 from weft.train.trainer import Trainer
+from weft.train.watch.monitor import NoMonitor
 
 KEPT_OPERATORS = 50  # number of operators that profile.json lists for each rank
 
@@ -41,7 +42,7 @@ class ProfiledLoop(Loop):
     """A training loop that runs only the requested steps, without checkpoints, and writes the profile."""
 
     recorder: ProfilingRecorder
-    new_saver = NoSaver
+    new_saver, new_monitor = NoSaver, NoMonitor
 
     def due(self, step: int, every: int) -> bool:
         """Returns False: profiled steps have no checkpoint, validation or samples."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -27,7 +27,7 @@ from weft.observe.flop_count import flops_per_token
 from weft.observe.flops import device_peak, memory_bytes, memory_kind, total_peak
 from weft.observe.logs import log_to_file
 from weft.observe.manifest import end_session, write_manifest
-from weft.observe.metrics import JsonLines, MetricsFile, SamplesFile
+from weft.observe.metrics import MetricsFile, SamplesFile
 from weft.observe.progress import SilentProgress
 from weft.observe.report import build_report
 from weft.observe.run_info import RunInfo
@@ -47,6 +47,13 @@ from weft.train.watch.reports import react
 log = logging.getLogger("weft.train")
 
 VALIDATION_LINE = 20.0  # seconds between two lines of a long validation
+
+
+class Closable(Protocol):
+    """What a recorder closes: files, trackers and threads."""
+
+    def close(self) -> None:
+        """Closes it. Can be called twice."""
 
 
 class Recorder:
@@ -69,12 +76,14 @@ class Recorder:
         self.prints = world.rank == 0
         self.warned: set[str] = set()
         self.skips = 0  # skipped updates of this session
-        self.closed_at_end: list[JsonLines | Tracking] = []
+        self.closed_at_end: list[Closable] = []
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # called on the first rank with each event
         self.bar: SilentProgress | None = None
         tensors = dict(model.named_parameters())
         sizes = [(parameter_size(name, tensors), p.requires_grad) for name, p in tensors.items()]
         counts = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
         parameters, trained, frozen = map(int, world.sum_stages(*counts, frozen_matmul_parameters(model)))
+        self.parameters, self.trained = parameters, trained
         matmul = matmul_parameters(model)
         flops = partial(flops_per_token, matmul, *_layers_and_width(config, model), frozen=frozen)
         peak = total_peak(all_gather_object(device_peak(world.device, DTYPES[config.training.dtype])))

@@ -24,6 +24,7 @@ from weft.train.loop import Loop
 from weft.train.saving import NoSaver
 from weft.train.stop import Outcome, StopRequest
 from weft.train.trainer import Trainer
+from weft.train.watch.monitor import NoMonitor
 
 REPORT = "reproduce.json"
 CHOSEN = ("training.dtype", "training.threads", "training.determinism")
@@ -129,7 +130,7 @@ class ReproducingLoop(Loop):
     It saves no checkpoints.
     """
 
-    new_saver = NoSaver
+    new_saver, new_monitor = NoSaver, NoMonitor
     recorded: Recorded
     difference: dict[str, Any] | None = None
 

@@ -102,6 +102,7 @@ class Saver:
             local: the folder of a local checkpoint. Default: the run directory.
         """
         self.finish()
+        self.loop.monitor.before_save(local)
         self._completion.pop_all()  # of a save that failed
         loop, settings, background = self.loop, self.settings, self.background
         keep = Keep(KEPT) if local is not None else Keep(settings.keep_last, settings.keep_every)

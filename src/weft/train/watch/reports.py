@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.observe.events import append_event
 from weft.parallel.ranks import error_on_all_ranks
@@ -19,6 +19,17 @@ def raise_unless_possible(guard: Guard, source: object) -> None:
     if guard.may_roll_back and isinstance(source, GivenBatches | RolloutSource):
         what = "Trainer.step passes the batches" if isinstance(source, GivenBatches) else "the model generates its data"
         raise error_on_all_ranks(f"watch: a rollback cannot skip the data, because {what}; set skip or stop")
+
+
+def record(recorder: Recorder, step: int, kind: str, action: str, text: str, **values: Any) -> None:
+    """Records an event, and passes it to alerts and the endpoint for Prometheus. Only the first rank calls it.
+
+    Raises:
+        UserError: the disk is full, or the file cannot be written.
+    """
+    event = append_event(recorder.job.run.path, step, kind, action, text, **values)
+    for listen in recorder.listeners:
+        listen({"run": recorder.job.run.path.name, **event})
 
 
 def react(recorder: Recorder, found: Finding, step: int, data_step: int) -> None:
@@ -42,8 +53,8 @@ def react(recorder: Recorder, found: Finding, step: int, data_step: int) -> None
     if not given:
         samples = source.samples(data_step)
         values["samples"] = [int(samples[0]), int(samples[-1])]
-    run = recorder.job.run.path
-    recorder.world.agree(lambda: append_event(run, step + 1, found.kind, found.action, what, **values), only_first=True)
+    values["data_step"] = data_step
+    recorder.world.agree(lambda: record(recorder, step + 1, found.kind, found.action, what, **values), only_first=True)
     if given and found.action == "stop":
         raise error_on_all_ranks(f"{what}; lower {remedy}, or skip this batch")
     where = f" (samples of this batch: {samples[0]:,} to {samples[-1]:,})" if not given else ""
