@@ -4,3 +4,6 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent / "train"))
+sys.path.append(str(Path(__file__).parent))
+
+from elastic_hosts import hosts  # noqa: F401 (a fixture)

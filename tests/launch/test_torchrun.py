@@ -29,7 +29,7 @@ PROGRAM = """
 import sys
 import weft
 
-weft.Trainer(weft.RunConfig.load(sys.argv[1])).fit()
+weft.Trainer(weft.RunConfig.load(sys.argv[1]), fresh=True).fit()
 """
 
 
@@ -72,3 +72,4 @@ def test_a_program_under_torchrun_survives_a_hang_and_a_kill(run_yaml, tmp_path)
     assert kill["stderr"] == ["the rank was killed, or its host was lost"]
     assert (kill["lost_steps"], kill["host"]) == (1, socket.gethostname())
     assert not list((run / "logs" / "ranks").glob("*"))
+    assert not list(run.parent.glob("demo.old-*"))  # only the first attempt starts over

@@ -107,8 +107,18 @@ class RankWatch:
             print(text, file=sys.stderr, flush=True)
         if self.record is not None:
             self.record.hangs(text)
-        if not self._ended.wait(DUMP_SECONDS):
+        until = time.monotonic() + DUMP_SECONDS
+        while time.monotonic() < until and self._dumps() < self.ranks:
+            time.sleep(POLL / 2)
+        if not self._ended.is_set():
             os._exit(EXIT_LOST)
+
+    def _dumps(self) -> int:
+        """Returns the number of ranks that have written their stacks in this attempt."""
+        with suppress(OSError), self.stacks.open("rb") as file:
+            file.seek(self._before)
+            return sum(line.startswith(b"rank ") for line in file)
+        return 0
 
     def _dump_stacks(self, what: str) -> None:
         """Appends the Python stacks of all threads to the file of all ranks."""
