@@ -87,6 +87,7 @@ def free_port() -> int:
 def serving(command: list[str], port: int, threads: int) -> Iterator[float]:
     """Runs a server until the end of the block. Yields the seconds from its start to its first answer."""
     environment = os.environ | {"PYTHONPATH": str(HERE.parent / "src"), "OMP_NUM_THREADS": str(threads)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages are compiled
     began = time.perf_counter()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)

@@ -91,6 +91,18 @@ def test_a_second_signal_ends_the_server_at_once(start, tmp_path):
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+def test_a_server_starts_without_slow_libraries(chat_model):
+    """PyTorch's compiler and Transformers take longer to import than the model to load."""
+    program = """import sys, weft.serve.app, weft.serve.server
+from weft.serve.load import Loader
+Loader()(sys.argv[1])
+print(*sys.modules)"""
+    command = [sys.executable, "-c", program, str(chat_model)]
+    loaded = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    assert "weft.serve" in loaded
+    assert not {"torch._dynamo", "torch._inductor", "torch.onnx", "transformers", "pandas"} & {*loaded}
+
+
 def test_mistakes_are_one_line(chat_model, capsys, monkeypatch):
     monkeypatch.setattr(server.Server, "serve_until_signal", lambda *_: 0)
     taken = socket.create_server(("127.0.0.1", 0))

@@ -20,6 +20,7 @@ from weft.errors import UserError
 from weft.models.adapter import linear_layers
 from weft.models.build import build_model
 from weft.models.huggingface_weights import saved_dtype
+from weft.models.initialize import on_meta
 from weft.models.layers.blockwise import dequantize_blocks, quantize_blocks
 from weft.models.low_rank import LowRank
 
@@ -143,7 +144,7 @@ def dequantized_weights(section: AnyModelSection, base: Weights, how: str) -> We
         section: the model's section.
         how: the format, "nf4" or "int8".
     """
-    with torch.device("meta") if isinstance(section, ModelSection) else contextlib.nullcontext():
+    with on_meta() if isinstance(section, ModelSection) else contextlib.nullcontext():
         layers = linear_layers(build_model(section))
     tensors = dict(base.tensors)
     for layer in layers:

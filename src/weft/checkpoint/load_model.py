@@ -25,6 +25,7 @@ from weft.errors import UserError
 from weft.models.adapter import add_adapter, saved_with_adapter
 from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import saved_dtype
+from weft.models.initialize import on_meta
 from weft.parallel.adapter import subtract_initial_product
 from weft.parallel.memory.device_map import Budgets, free_budgets, place_layers
 from weft.parallel.memory.free import check_memory
@@ -154,7 +155,7 @@ def _build(
         _cast(model, saved, dtype)
         _adapt(model, record)
     else:
-        with torch.device("meta"):
+        with on_meta():
             model = Decoder(section)
         _cast(model, saved, dtype)  # before memory is allocated: float32 may need twice as much
         _adapt(model, record)

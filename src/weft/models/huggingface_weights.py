@@ -16,6 +16,7 @@ from weft.errors import UserError
 from weft.families import classifier_of, families
 from weft.families.mapping import Weight
 from weft.models.decoder import Decoder
+from weft.models.initialize import on_meta
 
 # Keys of `model:` that concern training or the origin of other keys. A config.json need not contain them.
 NOT_ARCHITECTURE = {
@@ -150,7 +151,7 @@ def tensor_mapping(section: ModelSection) -> Iterator[tuple[str, str, Transform 
     """
     _refuse_custom_components(section)
     table = {weight.name: weight for weight in (*families()[section.family].WEIGHTS, Weight("score", "score"))}
-    with torch.device("meta"):
+    with on_meta():
         model = Decoder(section)
     order = {name: index for index, name in enumerate(table)}
     entries = []

@@ -18,10 +18,13 @@ depth.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from weft.config.components import load_class
 from weft.config.model import ModelSection
@@ -29,6 +32,23 @@ from weft.errors import UserError
 from weft.models.decoder import Decoder
 from weft.models.layers.custom import custom_component_value, derive_seed
 from weft.models.roles import parameter_roles
+
+
+class _KeepMeta(TorchFunctionMode):
+    """Skips the functions of `torch.nn.init`. On the meta device, their random numbers import PyTorch's compiler."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Context in which modules are built on the meta device, without computing initial values."""
+    with torch.device("meta"), _KeepMeta():
+        yield
+
 
 OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
 

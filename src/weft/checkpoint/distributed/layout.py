@@ -16,6 +16,7 @@ from weft.errors import UserError
 from weft.formatting import first_few
 from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import saved_dtype, saved_tensors
+from weft.models.initialize import on_meta
 
 _NAMED = 6  # maximum number of mismatched tensors that a message lists
 
@@ -84,7 +85,7 @@ def _swap(x: torch.Tensor, view: tuple[int, int, int]) -> torch.Tensor:
 
 def model_shapes(section: ModelSection) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a decoder's tensors by name."""
-    with torch.device("meta"):
+    with on_meta():
         return {name: tuple(tensor.shape) for name, tensor in saved_tensors(Decoder(section)).items()}
 
 

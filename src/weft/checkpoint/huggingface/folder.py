@@ -22,6 +22,7 @@ from weft.families.config_json import CONFIG, quantization, read_config
 from weft.formatting import counted, first_few
 from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import Transform, invert, saved_tensors, tensor_mapping
+from weft.models.initialize import on_meta
 
 _NAMED = 10  # maximum number of mismatched tensors that a message lists
 # Masks and rotary frequencies that older versions of transformers saved with the weights.
@@ -156,7 +157,7 @@ def _match(path: Path, section: ModelSection, stored: dict[str, StoredTensor]) -
     if section.num_hidden_layers > len(stored):
         what = f"num_hidden_layers is {section.num_hidden_layers:,}, but the files have only {len(stored):,} tensors"
         raise UserError(f"{what}; download the model again", path / CONFIG)
-    with torch.device("meta"):
+    with on_meta():
         shapes = {name: tuple(tensor.shape) for name, tensor in saved_tensors(Decoder(section)).items()}
     problems: list[str] = []
     used: set[str] = set()
