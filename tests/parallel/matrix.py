@@ -151,28 +151,28 @@ WAYS: dict[str, dict[str, Any]] = {
     # Of a pipeline, a stage without anything to train.
     "frozen": _way(8, 2, freeze=["embed_tokens", "layers.[01]", "*.q_proj.weight"], grad_clip=0.05),
     # Adapters; their base model is a run of the plain way. Their dropout is drawn for a micro-batch, too.
-    "lora": _way(8, 1, masked=True) | {"adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
+    "lora": _way(4, 1, masked=True) | {"adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
     "lora_experts": _way(8, 2) | {"adapter": {"r": 3, "alpha": 6.0, "targets": "all-linear"}},
-    "dora": _way(8, 1, activation_checkpointing="full") | {"adapter": {"r": 3, "dropout": 0.1, "dora": True}},
+    "dora": _way(4, 1, activation_checkpointing="full") | {"adapter": {"r": 3, "dropout": 0.1, "dora": True}},
     "pissa": _way(8, 2) | {"adapter": {"r": 3, "alpha": 6.0, "init": "pissa", "rslora": True}},
     "qlora": _way(8, 2, masked=True) | {"adapter": {"r": 3, "targets": "all-linear", "quantize": "nf4"}},
     "qlora_int8": _way(8, 2, activation_checkpointing="full") | {"adapter": {"r": 3, "quantize": "int8", "dora": True}},
     # Beside the trained model, the one with which the run started; its base model is shared where there is an adapter.
     "kept": _way(8, 2, masked=True) | {"objective": _KEPT},
-    "kept_lora": _way(8, 1, masked=True) | {"objective": _KEPT, "adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
+    "kept_lora": _way(4, 1, masked=True) | {"objective": _KEPT, "adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
     "kept_dora": _way(8, 2) | {"objective": _KEPT, "adapter": {"r": 3, "dora": True}},
     "kept_pissa": _way(8, 2) | {"objective": _KEPT, "adapter": {"r": 3, "init": "pissa"}},
     # The teacher has another architecture (TEACHERS); `Runner.run` names it.
     "distill": _way(7, 2, masked=True) | {"objective": _DISTILL | {"top_k": 20}},
     "distill_full": _way(8, 2, masked=True) | {"objective": _DISTILL | {"loss": "jsd", "beta": 0.3}},
-    "distill_lora": _way(8, 1)
+    "distill_lora": _way(4, 1)
     | {"objective": _DISTILL | {"loss": "reverse", "top_k": 300}, "adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
     # Hidden states of another size; a pipeline has them in other stages.
     "distill_hidden": _way(7, 2, masked=True, model={"hidden_size": 48}, activation_checkpointing="full")
     | {"objective": _DISTILL | {"top_k": 20, "hidden_weight": 0.5, "hidden_layers": [[-1, 4], [2, 1], [0, 0]]}},
     # Pairs of answers, of which a padding row has none; the KL of kto is that of the whole batch.
     "dpo": _way(7, 2) | _items("dpo", beta=0.5, sft_weight=0.1),
-    "dpo_lora": _way(8, 1) | _items("dpo", loss="ipo") | {"adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
+    "dpo_lora": _way(4, 1) | _items("dpo", loss="ipo") | {"adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
     "orpo": _way(8, 2) | _items("orpo", beta=0.5),
     "kto": _way(7, 2) | _items("kto", "label", beta=0.5, desirable_weight=3.0, undesirable_weight=0.1),
     "kto_lora": _way(8, 2) | _items("kto", "label", beta=0.5) | {"adapter": {"r": 3, "alpha": 6.0}},

@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 
+from weft.parallel.local_parameters import local
+
 
 class PlainSGD(torch.optim.Optimizer):
     """w -= lr * (gradients, older ones less and less); a checkpoint has every gradient of its step, for it keeps them.
@@ -23,9 +25,11 @@ class PlainSGD(torch.optim.Optimizer):
                 for name in ("gradient", "sum"):
                     if name not in state:
                         state[name] = torch.zeros_like(parameter)
-                state["gradient"].copy_(parameter.grad)
-                state["sum"].mul_(group["momentum"]).add_(parameter.grad)
-                parameter.add_(state["sum"], alpha=-group["lr"])
+                # Of shards: how DTensors' own arithmetic is sharded would take longer to find than the rest of a run.
+                weight, gradient, summed = map(local, (parameter, parameter.grad, state["sum"]))
+                local(state["gradient"]).copy_(gradient)
+                summed.mul_(group["momentum"]).add_(gradient)
+                weight.add_(summed, alpha=-group["lr"])
 
 
 class Answers:

@@ -35,6 +35,7 @@ IMPORTS = (
     "jinja2",
     "psutil",
     "ruamel.yaml",
+    "warm",
 )
 # Inductor would start processes of its own, a dozen for each rank.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
