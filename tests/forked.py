@@ -33,7 +33,13 @@ class Forked:
         context.set_forkserver_preload(["forked", *IMPORTS])
         self.folder = tempfile.TemporaryDirectory(prefix="weft-forked-")
         files = [str(Path(self.folder.name) / name) for name in ("stdout", "stderr")]
-        given = (program, [str(word) for word in words], str(cwd), dict(os.environ) | ENVIRONMENT | environment, files)
+        given = (
+            program,
+            [str(word) for word in words],
+            os.path.abspath(cwd),
+            dict(os.environ) | ENVIRONMENT | environment,
+            files,
+        )
         with _environ(**ENVIRONMENT):
             self.process = context.Process(target=_be, args=given)
             self.process.start()

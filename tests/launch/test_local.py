@@ -119,6 +119,7 @@ def test_a_mistake_that_only_ranks_can_see_is_one_line(run_yaml, tmp_path, monke
     in_the_way = tmp_path / "a_file"
     in_the_way.write_text("")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # what Weft sets for itself at its first run
     before = dict(os.environ)
     assert train(run_yaml(run={"directory": str(in_the_way)}, log=QUIET), "--nproc", 2) == 2
     assert dict(os.environ) == before

@@ -116,8 +116,8 @@ sys.exit(143)
 def test_micro_batches_are_progress(launch):
     accumulates = """
 while not asked: time.sleep(0.01)
-for _ in range(15):
-    time.sleep(0.2)
+for _ in range(25):
+    time.sleep(0.1)
     alive()
 sys.exit(143)
 """

@@ -9,9 +9,10 @@ import time
 from collections import namedtuple
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import forked
 import pytest
 import torch
-from running import QUIET, finish, start, train
+from running import QUIET, train
 
 from weft.checkpoint.load import checkpoints
 from weft.observe.events import read_events
@@ -196,8 +197,11 @@ def test_a_busy_port_is_refused(monitored, receiver, capsys):
     assert f"watch.prometheus_port: {port} cannot be opened" in capsys.readouterr().err
 
 
-def test_waits_for_data_and_growing_memory_are_named_once(monitored, capsys):
-    """Each row takes 8 ms to read, and a callback keeps 4 MB of each step: a thousand years of them are too much."""
+def test_waits_for_data_and_growing_memory_are_named_once(monitored):
+    """Each row takes 8 ms to read, and a callback keeps 4 MB of each step: a thousand years of them are too much.
+
+    In a process of its own, in whose memory no earlier test has left room.
+    """
     steps = 2 * SAMPLES + 10
     file, run = monitored(
         {"every": 2},
@@ -205,14 +209,14 @@ def test_waits_for_data_and_growing_memory_are_named_once(monitored, capsys):
         rows={"seconds": 0.008},
         callback={"leak": 4_000_000, "stop": steps},
     )
-    assert train(file) == 0
+    done = forked.run("train", file)
+    assert done.returncode == 0, done.stderr
     found = {event["event"]: event for event in read_events(run)}
     assert sorted(event["event"] for event in read_events(run)) == ["data-stall", "memory-growth"]
     assert found["data-stall"]["share"] > 0.25
     assert found["memory-growth"]["bytes_per_step"] == pytest.approx(4e6, rel=0.3)
-    said = capsys.readouterr().err
-    assert "waits for batches" in said
-    assert "grows by" in said
+    assert "waits for batches" in done.stderr
+    assert "grows by" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -248,10 +252,13 @@ def test_a_disk_without_room_for_two_checkpoints_is_a_warning_before_it_is_full(
     assert "free space" in capsys.readouterr().err
 
 
-def test_the_rank_for_which_the_others_wait_is_named(monitored, tmp_path):
+@pytest.mark.xdist_group("ranks")
+def test_the_rank_for_which_the_others_wait_is_named(monitored, tmp_path, ranks):
+    from pool import weft_command
+
     file, run = monitored({"every": 4, "data_stall": None}, steps=20, schedule="monitor_parts:Sleepy")
-    code, errors = finish(start(file, "--nproc", 2, cwd=tmp_path))
-    assert code == 0, errors
+    (code, errors), (_, other) = ranks.call(weft_command, 2, tmp_path, ["train", str(file)])
+    assert code == 0, errors + other
     [event] = read_events(run)
     assert (event["event"], event["rank"]) == ("slow-rank", 1)
     assert event["seconds"] > 0.06
