@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from elastic_hosts import STEPS, meshes, sections, until
-from running import metrics, train, until_step
+from running import losses, metrics, train, until_step
 
 pytestmark = pytest.mark.chaos
 
@@ -43,3 +43,18 @@ def test_a_lost_host_shrinks_the_mesh_and_a_returning_one_grows_it(run_yaml, tmp
     for mine, theirs in pairs:
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=0, abs=1e-9)
         assert mine["tokens"] == theirs["tokens"]
+
+
+def test_a_fixed_number_of_hosts_and_a_mistake_that_no_restart_mends(run_yaml, tmp_path, hosts):
+    (tmp_path / "breaks.py").write_text(
+        "class Breaks:\n    def step(self, state):\n        if state.step == 2: raise ValueError('my mistake')\n"
+    )
+    file = run_yaml(**sections(callbacks=[{"type": "breaks:Breaks"}]))
+    both = [hosts(file, "--max-restarts", "3", nodes="2") for _ in range(2)]
+    codes = [process.wait(timeout=90) for process in both]
+    said = [(tmp_path / f"host-{number}.txt").read_text() for number in range(2)]
+    assert 2 in codes, said
+    assert all(codes), said
+    assert any("my mistake" in text for text in said)
+    assert len(meshes(tmp_path / "runs" / "demo")) == 1
+    assert [step for step, *_ in losses(tmp_path / "runs" / "demo")] == [1]

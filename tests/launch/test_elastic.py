@@ -1,23 +1,27 @@
-"""`--nodes N --rendezvous HOST:PORT`: a fixed number of hosts, mistakes, and the choice of the mesh."""
+"""`--nodes N --rendezvous HOST:PORT`: the options, and the mesh for a number of hosts (runs: tests/chaos)."""
 
 import pytest
-from elastic_hosts import meshes, sections
-from running import losses, train
+from running import train
+
+from weft.config.legal_mesh import elastic_mesh
+from weft.config.run import RunConfig
 
 
-def test_a_fixed_number_of_hosts_and_a_mistake_that_no_restart_mends(run_yaml, tmp_path, hosts):
-    (tmp_path / "breaks.py").write_text(
-        "class Breaks:\n    def step(self, state):\n        if state.step == 2: raise ValueError('my mistake')\n"
-    )
-    file = run_yaml(**sections(callbacks=[{"type": "breaks:Breaks"}]))
-    both = [hosts(file, "--max-restarts", "3", nodes="2") for _ in range(2)]
-    codes = [process.wait(timeout=90) for process in both]
-    said = [(tmp_path / f"host-{number}.txt").read_text() for number in range(2)]
-    assert 2 in codes, said
-    assert all(codes), said
-    assert any("my mistake" in text for text in said)
-    assert len(meshes(tmp_path / "runs" / "demo")) == 1
-    assert [step for step, *_ in losses(tmp_path / "runs" / "demo")] == [1]
+@pytest.mark.parametrize(
+    ("configured", "ranks", "mesh"),
+    [
+        ({"dp_replicate": 4, "dp_shard": 2}, 4, {"dp_replicate": 2, "dp_shard": 2}),  # two of four replicas are lost
+        ({"dp_replicate": 4, "dp_shard": 2}, 6, {"dp_replicate": 3, "dp_shard": 2}),
+        ({"dp_replicate": 2, "dp_shard": 2}, 3, {"dp_shard": 3}),
+        ({"dp_shard": 2, "tp": 2}, 2, {"tp": 2}),
+        ({"dp_shard": -1, "tp": 2}, 6, {"dp_shard": 3, "tp": 2}),
+        ({"dp_shard": 2, "tp": 2}, 3, {"dp_shard": 3}),  # tp cannot stay
+    ],
+)
+def test_the_data_axes_follow_the_number_of_ranks(run_yaml, configured, ranks, mesh):
+    config = RunConfig.load(run_yaml(parallel=configured))
+    found = elastic_mesh(config, ranks)
+    assert {axis: size for axis, size in found.items() if size > 1} == mesh
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,10 @@ def test_the_last_step_survives_a_disk_that_is_too_slow(run_yaml, tmp_path, caps
     fast = tmp_path / "fast"
     file = run_yaml(run={"name": "stopped"}, **{**SHORT, "checkpoint": {"every": 6, "local": {"directory": str(fast)}}})
     run = tmp_path / "runs" / "stopped"
-    done = stop(tmp_path, file, "--stop-within", "5", STUCK="1")
+    done = stop(tmp_path, file, "--stop-within", "4", STUCK="1")
     assert done.returncode == 143, done.stderr
     assert "step 3 is not saved in" in done.stderr
-    assert "within 5 s (--stop-within)" in done.stderr
+    assert "within 4 s (--stop-within)" in done.stderr
     assert [path.name for path in fast.glob("weft-*/*/checkpoints/*")] == ["step-00000003"]
     assert not list((run / "checkpoints").glob("step-*"))
 

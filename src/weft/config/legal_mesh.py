@@ -48,19 +48,21 @@ def check_mesh(config: RunConfig, ranks: int) -> MeshShape:
 def elastic_mesh(config: RunConfig, ranks: int) -> dict[str, int] | None:
     """Returns the sizes of the mesh that is closest to that of a config, for another number of ranks.
 
-    Only the data axes and `ep` change, if such a mesh is legal; otherwise also the other axes.
+    Only the data axes and `ep` change, and `dp_shard` does not become smaller, because a rank would then need more
+    memory. If no such mesh is legal, `dp_shard` can become smaller; and if that is not enough, all axes can change.
 
     Returns:
         Axis -> size of all axes; None if no mesh with this number of ranks is legal.
     """
     section, sequences = config.parallel, None if config.data.train is None else batch_sequences(config)
     needs = Needs(_getter(config), section, sequences)
-    kept = {axis: getattr(section, axis) for axis in ("pp", "cp", "tp") if getattr(section, axis) != -1}
+    inner = {axis: getattr(section, axis) for axis in ("pp", "cp", "tp") if getattr(section, axis) != -1}
+    for fixed, shards in ((inner, section.dp_shard), (inner, 1), ({}, 1)):
 
-    def keeps(axis: str, size: int) -> bool:
-        return kept.get(axis, size) == size and needs.allows(axis, size)
+        def allows(axis: str, size: int, fixed: dict[str, int] = fixed, shards: int = shards) -> bool:
+            kept = size >= shards if axis == "dp_shard" else fixed.get(axis, size) == size
+            return kept and needs.allows(axis, size)
 
-    for allows in (keeps, needs.allows):
         found = nearest_mesh(section, ranks, needs.experts, allows, needs.fits)
         if found is not None:
             return {axis: found.get(axis, 1) for axis in SIZES}
