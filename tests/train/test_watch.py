@@ -6,6 +6,7 @@ import pytest
 from running import QUIET, assert_same_weights, losses, train
 
 from weft.checkpoint.load import checkpoints
+from weft.cli.main import main
 from weft.observe.events import read_events
 
 # Data whose row `bad` begins with a token that no other row has, and an objective that this token breaks.
@@ -111,6 +112,17 @@ def test_a_run_that_is_stopped_after_a_rollback_goes_on_to_the_same_bits(watched
     assert losses(run) == losses(straight)
     assert_same_weights(run, straight)
     assert len(read_events(run)) == 1
+
+
+@pytest.mark.parametrize("action", ["rollback", "skip"])
+def test_a_run_with_bad_data_is_reproduced_bit_by_bit(watched, action, capsys):
+    """From the start, and from a checkpoint before and after the data that the run skipped."""
+    file, run = watched("often", bad=7 * BATCH, dropout=0.1, watch={"non_finite": action})
+    assert train(file, "checkpoint.keep_last=9") == 0
+    capsys.readouterr()
+    for options, steps in (([], 16), (["--from", "5"], 11), (["--from", "10"], 6)):
+        assert main(["reproduce", str(run), *options]) == 0
+        assert f"gradient norm of {steps} logged steps" in capsys.readouterr().out
 
 
 def test_several_rollbacks_then_the_run_stops(watched, capsys):

@@ -7,19 +7,22 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.checkpoint_files import FOLDER, checkpoint_name, step_of
+from weft.checkpoint.checkpoint_files import FOLDER, STATE, checkpoint_name, step_of
 from weft.checkpoint.load import checkpoints, resolve
 from weft.config.dump import read_saved
+from weft.data.batches.batch import Batch
 from weft.errors import UserError
-from weft.files import hidden_folder, publish, refuse_existing, replace_file, report_write_errors
+from weft.files import hidden_folder, publish, read_json, refuse_existing, replace_file, report_write_errors
 from weft.formatting import counted, first_few, flat
+from weft.observe.events import read_events
 from weft.observe.manifest import MANIFEST, read_manifest
 from weft.observe.metrics import METRICS, read_lines
+from weft.train.given_batches import GivenBatches
 from weft.train.loop import Loop
 from weft.train.saving import NoSaver
 from weft.train.stop import Outcome, StopRequest
@@ -43,6 +46,7 @@ class Recorded:
         first: number of updates before the repeated steps; a checkpoint has them, unless it is 0.
         last: the last repeated step.
         lines: step -> its metrics, for the repeated steps that the run logged.
+        skipped: the data that rollbacks skipped (see `Guard.windows`).
     """
 
     run: Path
@@ -50,6 +54,7 @@ class Recorded:
     first: int
     last: int
     lines: Mapping[int, Mapping[str, Any]]
+    skipped: Sequence[tuple[int, int]] = ()
 
 
 def read_recorded(run: Path, first: int, steps: int | None) -> Recorded:
@@ -89,7 +94,22 @@ def read_recorded(run: Path, first: int, steps: int | None) -> Recorded:
             raise UserError(f"--from {first}: this run has no checkpoint of this step (checkpoints: {kept})", run)
         resolve(run / FOLDER / checkpoint_name(first))
     repeated = {step: line for step, line in lines.items() if step <= last}
-    return Recorded(run, manifest.get("ranks", 1), first, last, repeated)
+    return Recorded(run, manifest.get("ranks", 1), first, last, repeated, read_skipped(run))
+
+
+def read_skipped(run: Path) -> list[tuple[int, int]]:
+    """Returns the data that the rollbacks of a run skipped (see `Guard.windows`), from its newest checkpoint.
+
+    Raises:
+        UserError: the run has rolled back, and has no checkpoint.
+    """
+    if not any(event["action"] == "rollback" for event in read_events(run)):
+        return []
+    found = checkpoints(run)
+    if not found:
+        raise UserError("the run returned to a checkpoint and skipped data, which only its checkpoints record", run)
+    windows = (read_json(found[-1] / STATE).get("watch") or {}).get("skipped_data", ())
+    return [(int(step), int(count)) for step, count in windows]
 
 
 def default_out(run: Path) -> Path:
@@ -140,11 +160,22 @@ class ReproducingLoop(Loop):
         assert steps is not None
         self.complete = recorded.last >= steps
         self.length = dataclasses.replace(self.length, steps=min(recorded.last, steps))
+        self.guard.windows = list(recorded.skipped)
         outcome = super().run(step, stop)
         if outcome.status == "stopped":
             return outcome
         found = self.world.agree(partial(self.report, outcome), only_first=True)
         return dataclasses.replace(outcome, status="differs" if found else "equal", reason=None)
+
+    def batches(self, step: int) -> Generator[Batch | None]:
+        """Yields the batches of the updates from `step` on, without the data that the rollbacks of the run skipped."""
+        steps = self.length.steps
+        assert steps is not None
+        assert not isinstance(self.data.source, GivenBatches)
+        for end in (*(at for at, _ in self.guard.windows if step < at < steps), steps):
+            first = self.guard.data_step(step)
+            yield from self.data.source.iterate(first, first + end - step, self.config.data.workers)
+            step = end
 
     def after_update(self, step: int) -> None:
         """Ends the step, and asks all ranks to stop if it differs from the recorded step."""
@@ -155,7 +186,8 @@ class ReproducingLoop(Loop):
             keys = (*COMPARED, *(key for key in line if validated and key.startswith("validation_loss")))
             for key in keys:
                 before, now = line.get(key), self.state.metrics.get(key)
-                if before != now and not (before != before and now != now):  # NaN equals NaN
+                both_undefined = now != now and (before is None or before != before)  # files have null for NaN
+                if before != now and not both_undefined:
                     self.difference = {"step": step, "metric": key, "recorded": before, "repeated": now}
                     self.state.request_stop("a step differs from the recorded one")
                     return
