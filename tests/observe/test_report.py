@@ -11,6 +11,7 @@ import pytest
 
 from weft.errors import UserError
 from weft.observe import charts
+from weft.observe.events import append_event
 from weft.observe.flops import DEFINITION
 from weft.observe.manifest import end_session, write_manifest
 from weft.observe.metrics import MetricsFile, SamplesFile
@@ -232,3 +233,15 @@ def test_the_verb_prints_the_page(tmp_path):
     done = subprocess.run([sys.executable, "-m", "weft", "report", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
+
+
+def test_events_of_the_watch_are_marked_in_the_chart_of_the_loss(tmp_path):
+    make_run(tmp_path / "demo", 40)
+    append_event(tmp_path / "demo", 20, "spike", "warn", "step 20: the loss <is> a spike")
+    text = build_report(tmp_path / "demo").read_text()
+    [mark] = [attributes for _, attributes in Page(text).tags if attributes.get("class") == "event"]
+    left, right = charts.LEFT, 1136 - charts.RIGHT
+    at = float(re.match(r"M([\d.]+) ", mark["d"])[1])
+    assert at == pytest.approx(left + (20 - 1) / (40 - 1) * (right - left), abs=0.1)
+    assert "the loss &lt;is&gt; a spike" in text
+    assert "1 event of the watch" in Page(text).text

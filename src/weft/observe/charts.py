@@ -112,6 +112,7 @@ class Chart:
         y_ticks: position and label of each tick of the y axis.
         resumes: position and step of each resume.
         bad: position and step of each value that is not finite; if there are hundreds, every N-th of them.
+        events: position and text of each event of the watch.
     """
 
     plot: Plot
@@ -122,6 +123,7 @@ class Chart:
     curves: list[Curve]
     resumes: list[tuple[float, int]]
     bad: list[tuple[float, int]]
+    events: list[tuple[float, str]]
 
     @property
     def readout(self) -> dict[str, Any]:
@@ -164,11 +166,12 @@ def centered_mean(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def draw(plot: Plot, resumes: Sequence[int] = ()) -> Chart | None:
+def draw(plot: Plot, resumes: Sequence[int] = (), events: Sequence[tuple[int, str]] = ()) -> Chart | None:
     """Converts a plot to SVG coordinates. Returns None if the plot has no finite value.
 
     Args:
         resumes: steps after which the run was resumed.
+        events: step and text of each event of the watch.
     """
     points = [point for one in plot.series for point in zip(one.steps, one.values, strict=True)]
     finite = [value for _, value in points if math.isfinite(value)]
@@ -184,6 +187,8 @@ def draw(plot: Plot, resumes: Sequence[int] = ()) -> Chart | None:
     notes += ["logarithmic axis"] * y.logarithmic
     notes += [f"bold: moving average over {curve.window} points" for curve in curves if curve.window]
     notes += [f"{counted(len(bad), 'value')} not finite (marked at the top)"] if bad else []
+    marked = [(x(step), text) for step, text in events if x.low <= step <= x.high]
+    notes += [f"triangles: {counted(len(marked), 'event')} of the watch"] if marked else []
     x_values = {round(v) for v in ticks(x.low, x.high, about=max(4, plot.width // 110)) if v == round(v)}
     return Chart(
         plot=plot,
@@ -194,6 +199,7 @@ def draw(plot: Plot, resumes: Sequence[int] = ()) -> Chart | None:
         curves=curves,
         resumes=[(x(step), step) for step in resumes if x.low <= step <= x.high],
         bad=bad[:: max(1, len(bad) // 200)],
+        events=marked,
     )
 
 

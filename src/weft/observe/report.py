@@ -14,6 +14,7 @@ from weft.errors import UserError
 from weft.files import read_json, replace_file, report_write_errors
 from weft.formatting import amount, byte_size, counted, duration, flat, flops_rate, timing
 from weft.observe.charts import Plot, Series, draw
+from weft.observe.events import read_events
 from weft.observe.flops import DEFINITION
 from weft.observe.manifest import MANIFEST, now, read_manifest
 from weft.observe.metrics import METRICS, NAMES, read_metrics, read_samples
@@ -64,7 +65,9 @@ def gather(run: Path) -> dict[str, Any]:
     config = run / CONFIG
     text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else None
     unit = loss_unit(text)
-    charts = [chart for plot in plots(metrics, manifest, unit) if (chart := draw(plot, resumes)) is not None]
+    events = [(event["step"], event["text"]) for event in read_events(run)]
+    drawn = (draw(plot, resumes, events if plot.key == "loss" else ()) for plot in plots(metrics, manifest, unit))
+    charts = [chart for chart in drawn if chart is not None]
     samples: dict[int, list[dict[str, str]]] = {}
     for sample in read_samples(run):
         texts = {key: str(sample.get(key, "")) for key in ("prompt", "text")}
