@@ -21,6 +21,7 @@ from weft.errors import ConfigError, Problem, UserError
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 DTypeName = Literal["bfloat16", "float16", "float32", "float8", "float64"]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+MOST = 1 << 24  # devices
 FOLDER = Path(__file__).parent / "devices"
 
 
@@ -75,7 +76,7 @@ class LevelSection(Section):
 
     name: str = Field(min_length=1)
     """Name of the level."""
-    devices: int | None = Field(None, ge=1, le=1 << 24)
+    devices: int | None = Field(None, ge=1, le=MOST)
     """Number of devices in one group of this level. Default: all devices; only the last level has this default."""
     latency_us: float = Field(gt=0, le=1e6)
     """Microseconds of one step of a collective between neighbors."""
@@ -92,9 +93,9 @@ class MeasuredCollective(Section):
 
     kind: Collective
     """The collective."""
-    ranks: int = Field(ge=2, le=1 << 24)
+    ranks: int = Field(ge=2, le=MOST)
     """Number of ranks in the group."""
-    nodes: int = Field(1, ge=1, le=1 << 24)
+    nodes: int = Field(1, ge=1, le=MOST)
     """Number of groups of the first level, such as nodes, over which the ranks are spread evenly."""
     latency_us: float = Field(ge=0, le=1e7)
     """Microseconds of a collective of no bytes."""
@@ -163,8 +164,8 @@ class Hardware(Section):
 
     @cached_property
     def node(self) -> int:
-        """Number of devices in a node: the innermost level with several devices, or 1."""
-        return next((level.devices or 1 for level in self.levels if (level.devices or 1) > 1), 1)
+        """Number of devices in a node: of the innermost level that connects several; without a limit, all devices."""
+        return next((level.devices or MOST for level in self.levels if level.devices != 1), MOST)
 
     @cached_property
     def measured_operators(self) -> dict[tuple[str, tuple[int, ...], str], float]:

@@ -1,0 +1,87 @@
+"""The passes of a stage for one micro-batch on a timeline, with FSDP2's collectives beside them."""
+
+from __future__ import annotations
+
+from weft.planner.timeline import Timeline
+from weft.planner.units import Job, Stage, Unit
+
+
+class FsdpPasses:
+    """The passes of a stage for one micro-batch, with the collectives of its parameters.
+
+    Args:
+        line: the streams of the rank.
+        first, last: whether the micro-batch is the first or the last of the step.
+    """
+
+    def __init__(self, job: Job, stage: Stage, line: Timeline, *, first: bool, last: bool):
+        self.stage, self.line, self.units = stage, line, stage.units
+        reshards = bool(job.parallel.reshards)
+        self.first, self.gathers, self.gathers_again = first, first or reshards, reshards
+        self.reduces = last or job.parallel.reduces_every
+        self.ahead = max(1, job.parallel.prefetch)
+        self.split = False
+
+    def forward(self) -> None:
+        """Adds the forward pass."""
+        line, units, arrived = self.line, self.units, {}
+
+        def gather(place: int, ready: float) -> None:
+            if self.gathers and place < len(units) and place not in arrived:
+                arrived[place] = line.communicate("dp_shard", units[place].gather, ready, "all-gather")
+
+        if self.first:
+            line.wait(line.communicate("dp_shard", self.stage.root.gather, line.now, "all-gather"), "dp_shard")
+            line.serial("dp_shard", self.stage.root.copies, "copy")
+        gather(0, line.now)
+        if self.stage.first is not None:
+            self._pass(self.stage.first, "forward")
+        for place, unit in enumerate(units):
+            if place in arrived:
+                line.wait(arrived[place], "dp_shard")
+                line.serial("dp_shard", unit.copies, "copy")
+            for next_place in range(place + 1, place + 1 + self.ahead):
+                gather(next_place, line.now)
+            self._pass(unit, "forward")
+        if self.stage.last is not None:
+            self._pass(self.stage.last, "forward")
+
+    def backward(self) -> None:
+        """Adds the backward pass, and the reduction of gradients if it belongs to this micro-batch."""
+        line, units, arrived = self.line, self.units, {}
+
+        def gather(place: int) -> None:
+            # The last unit is not resharded after forward.
+            if self.gathers_again and 0 <= place < len(units) - 1 and place not in arrived:
+                arrived[place] = line.communicate("dp_shard", units[place].gather_again, line.now, "all-gather")
+
+        if self.stage.last is not None:
+            self._pass(self.stage.last, "backward")
+        for place in reversed(range(len(units))):
+            gather(place)
+            if place in arrived:
+                line.wait(arrived[place], "dp_shard")
+                line.serial("dp_shard", units[place].copies, "copy")
+            for next_place in range(place - 1, place - 1 - self.ahead, -1):
+                gather(next_place)
+            self._pass(units[place], "backward")
+            self._reduce(units[place])
+        if self.stage.first is not None:
+            self._pass(self.stage.first, "backward")
+        self._reduce(self.stage.root)
+
+    def _reduce(self, unit: Unit) -> None:
+        if self.reduces:
+            self.line.serial("dp_shard", unit.copies, "copy")
+            ready = self.line.communicate("dp_shard", unit.reduce, self.line.now, "reduce-scatter")
+            self.line.communicate("dp_replicate", unit.replicate, ready, "all-reduce")
+
+    def _pass(self, unit: Unit, direction: str) -> None:
+        waits = unit.forward if direction == "forward" else unit.backward
+        if direction == "forward":
+            self.line.compute("compute", unit.passes.forward, "forward")
+        else:
+            self.line.compute("recompute", unit.passes.recompute, "recompute")
+            self.line.compute("compute", unit.passes.backward, "backward")
+        for axis, seconds in waits.items():
+            self.line.serial(axis, seconds, axis)

@@ -1,0 +1,146 @@
+"""A step of a pipeline: each rank follows the order of the schedule, and waits for inputs of other ranks.
+
+The bubble is the time for which the busiest rank has nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from functools import cache
+
+from weft.planner.fsdp_passes import FsdpPasses
+from weft.planner.schedules import Action, rank_actions, stages_of
+from weft.planner.timeline import Event, Timeline
+from weft.planner.units import Job, Stage
+
+ROUNDS = 5  # micro-batches that are simulated, in multiples of the number of stages; further ones repeat the last
+
+
+def _stage_times(job: Job, stage: Stage) -> dict[str, Counter[str]]:
+    """Returns the parts of each kind of action of a stage.
+
+    Kinds: `first` is the first forward pass, which gathers parameters; `F`, `B`, `I` and `W` are further passes;
+    `reduce` is the reduction of gradients after the last.
+    """
+
+    def parts(run, *, first: bool = False) -> Counter[str]:
+        line = Timeline(job.hardware.overlap.slowdown)
+        fsdp = FsdpPasses(job, stage, line, first=first, last=False)
+        run(fsdp)
+        line.drain()
+        return line.parts
+
+    pieces = [unit for unit in (stage.first, *stage.units, stage.last) if unit is not None]
+    whole = parts(FsdpPasses.backward)
+    weights = Counter({"compute": sum(unit.passes.backward_weight for unit in pieces)})
+    inputs = Counter(whole)
+    inputs.subtract(weights)
+    reduce = Counter[str]()
+    if not job.parallel.reduces_every:
+        every = (*stage.units, stage.root)
+        reduce["dp_shard"] = sum(unit.reduce + unit.copies for unit in every)
+        # The all-reduce of a unit runs beside the reduce-scatter of the next.
+        reduce["dp_replicate"] = max(0.0, sum(unit.replicate for unit in every) - sum(u.reduce for u in stage.units))
+    return {
+        "first": parts(FsdpPasses.forward, first=True),
+        "F": parts(FsdpPasses.forward),
+        "B": whole,
+        "I": inputs,
+        "W": weights,
+        "reduce": reduce,
+    }
+
+
+def simulate_pipeline(job: Job, stages: list[Stage]) -> tuple[Counter[str], list[list[Event]]]:
+    """Returns the parts of a step of the busiest pipeline rank, and the events of all ranks."""
+    known: dict[int, dict[str, Counter[str]]] = {}
+    times = [known.setdefault(id(stage), _stage_times(job, stage)) for stage in stages]
+    hidden = job.shares.tokens // job.mesh.tp * job.model.hidden_size * job.state
+    send = job.links.seconds("send", hidden, job.groups["pp"])
+    ranks, count = job.mesh.pp, job.micro_batches
+    rounds = max(0, (count - ROUNDS * ranks * job.parallel.virtual_stages) // ranks)
+    few = count - rounds * ranks
+
+    @cache
+    def run(micro_batches: int, seconds: float) -> _Run:
+        return _Run(job, times, micro_batches, seconds)
+
+    def total(value) -> float:
+        small = value(few)
+        return small + rounds * (small - value(few - ranks)) if rounds else small
+
+    step, alone = total(lambda n: run(n, send).end), total(lambda n: run(n, 0.0).end)
+    busy = run(few, send).parts
+    if rounds:
+        before = run(few - ranks, send).parts
+        for rank, parts in enumerate(busy):
+            for name in parts:
+                parts[name] += rounds * (parts[name] - before[rank][name])
+    worst = max(busy, key=lambda parts: sum(parts.values()))
+    worst["pp"] += max(0.0, step - alone)
+    worst["bubble"] += max(0.0, step - sum(worst.values()))
+    return worst, run(few, send).events
+
+
+class _Run:
+    """Runs the actions of all pipeline ranks; an action starts when its rank is free and its input has arrived.
+
+    Args:
+        times: parts of each kind of action of each stage.
+        micro_batches: number of micro-batches.
+        send: seconds of sending the hidden states or their gradients to another rank.
+
+    Attributes:
+        end: when the last rank has finished, its gradients reduced.
+        parts: for each rank, the parts of its actions.
+        events: for each rank, its actions.
+    """
+
+    def __init__(self, job: Job, times: list[dict[str, Counter[str]]], micro_batches: int, send: float):
+        schedule, ranks, virtual = job.parallel.pp_schedule, job.mesh.pp, len(times) // job.mesh.pp
+        self.times, self.send, self.last = times, send, len(times) - 1
+        self.seconds = [{kind: sum(parts.values()) for kind, parts in of.items()} for of in times]
+        self.done: dict[tuple[str, int, int], tuple[float, int]] = {}
+        self.parts: list[Counter[str]] = [Counter() for _ in range(ranks)]
+        self.events: list[list[Event]] = [[] for _ in range(ranks)]
+        self.clocks = [0.0] * ranks
+        waiting = [deque(rank_actions(schedule, rank, ranks, virtual, micro_batches)) for rank in range(ranks)]
+        before = -1
+        while before != (before := sum(map(len, waiting))):
+            for rank, order in enumerate(waiting):
+                while order and (ready := self._ready(order[0], rank)) is not None:
+                    self._run(order.popleft(), rank, ready)
+        assert not before, "the orders of the pipeline ranks wait for each other"
+        for rank in range(ranks):
+            for stage in stages_of(schedule, rank, ranks, virtual):
+                self._count(rank, stage, "reduce")
+        self.end = max(self.clocks)
+
+    def _run(self, action: Action, rank: int, ready: float) -> None:
+        start = self.clocks[rank] = max(ready, self.clocks[rank])
+        self._count(rank, action.stage, "first" if action.kind == "F" and not action.micro_batch else action.kind)
+        end = self.clocks[rank]
+        for kind in "BI" if action.kind in "BI" else action.kind:
+            self.done[kind, action.stage, action.micro_batch] = (end, rank)
+        self.events[rank].append(Event("compute", f"{action.kind}{action.micro_batch}", start, end))
+
+    def _count(self, rank: int, stage: int, kind: str) -> None:
+        self.clocks[rank] += self.seconds[stage][kind]
+        for name, seconds in self.times[stage][kind].items():
+            self.parts[rank][name] += seconds
+
+    def _ready(self, action: Action, rank: int) -> float | None:
+        """Returns when the input of an action has arrived; None if it does not exist yet."""
+        kind, stage, number = action
+        if kind == "F":
+            needed = ("F", stage - 1, number) if stage else None
+        elif kind == "W":
+            needed = ("I", stage, number)
+        else:
+            needed = ("I", stage + 1, number) if stage < self.last else ("F", stage, number)
+        if needed is None:
+            return 0.0
+        found = self.done.get(needed)
+        if found is None:
+            return None
+        return found[0] + (self.send if found[1] != rank else 0.0)
