@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from planner_hardware import ideal
@@ -184,6 +185,15 @@ def test_a_prediction_needs_no_torch():
     code = "import sys, weft.planner.step as step; print('torch' in sys.modules, step.predict.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "predict"]
+
+
+def test_the_example_of_the_manual_runs(run, tmp_path, monkeypatch, capsys):
+    run()
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text("utf-8")
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    seconds, mfu, _ = capsys.readouterr().out.split(" ", 2)
+    assert float(seconds) > 0 < float(mfu) < 1
 
 
 def test_what_has_no_prediction_is_refused(run):
