@@ -130,7 +130,7 @@ class HostSection(Section):
 class OverlapSection(Section):
     """What communication beside computation costs."""
 
-    slowdown: float = Field(0.1, ge=0, le=2)
+    slowdown: float = Field(default=0.1, ge=0, le=2)
     """Fraction by which computation is slower while a collective runs: collectives use cores and memory bandwidth."""
 
 

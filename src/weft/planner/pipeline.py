@@ -5,25 +5,25 @@ The bubble is the time for which the busiest rank has nothing to do.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from functools import cache
 
 from weft.planner.fsdp_passes import FsdpPasses
 from weft.planner.schedules import Action, rank_actions, stages_of
-from weft.planner.timeline import Event, Timeline
+from weft.planner.timeline import Event, Parts, Timeline
 from weft.planner.units import Job, Stage
 
 ROUNDS = 5  # micro-batches that are simulated, in multiples of the number of stages; further ones repeat the last
 
 
-def _stage_times(job: Job, stage: Stage) -> dict[str, Counter[str]]:
+def _stage_times(job: Job, stage: Stage) -> dict[str, Parts]:
     """Returns the parts of each kind of action of a stage.
 
     Kinds: `first` is the first forward pass, which gathers parameters; `F`, `B`, `I` and `W` are further passes;
     `reduce` is the reduction of gradients after the last.
     """
 
-    def parts(run, *, first: bool = False) -> Counter[str]:
+    def parts(run, *, first: bool = False) -> Parts:
         line = Timeline(job.hardware.overlap.slowdown)
         fsdp = FsdpPasses(job, stage, line, first=first, last=False)
         run(fsdp)
@@ -32,10 +32,8 @@ def _stage_times(job: Job, stage: Stage) -> dict[str, Counter[str]]:
 
     pieces = [unit for unit in (stage.first, *stage.units, stage.last) if unit is not None]
     whole = parts(FsdpPasses.backward)
-    weights = Counter({"compute": sum(unit.passes.backward_weight for unit in pieces)})
-    inputs = Counter(whole)
-    inputs.subtract(weights)
-    reduce = Counter[str]()
+    weights = Parts({"compute": sum(unit.passes.backward_weight for unit in pieces)})
+    reduce = Parts()
     if not job.parallel.reduces_every:
         every = (*stage.units, stage.root)
         reduce["dp_shard"] = sum(unit.reduce + unit.copies for unit in every)
@@ -45,16 +43,15 @@ def _stage_times(job: Job, stage: Stage) -> dict[str, Counter[str]]:
         "first": parts(FsdpPasses.forward, first=True),
         "F": parts(FsdpPasses.forward),
         "B": whole,
-        "I": inputs,
+        "I": whole.plus(weights, -1),
         "W": weights,
         "reduce": reduce,
     }
 
 
-def simulate_pipeline(job: Job, stages: list[Stage]) -> tuple[Counter[str], list[list[Event]]]:
+def simulate_pipeline(job: Job, stages: list[Stage]) -> tuple[Parts, list[list[Event]]]:
     """Returns the parts of a step of the busiest pipeline rank, and the events of all ranks."""
-    known: dict[int, dict[str, Counter[str]]] = {}
-    times = [known.setdefault(id(stage), _stage_times(job, stage)) for stage in stages]
+    times = [_stage_times(job, stage) for stage in stages]
     hidden = job.shares.tokens // job.mesh.tp * job.model.hidden_size * job.state
     send = job.links.seconds("send", hidden, job.groups["pp"])
     ranks, count = job.mesh.pp, job.micro_batches
@@ -73,9 +70,7 @@ def simulate_pipeline(job: Job, stages: list[Stage]) -> tuple[Counter[str], list
     busy = run(few, send).parts
     if rounds:
         before = run(few - ranks, send).parts
-        for rank, parts in enumerate(busy):
-            for name in parts:
-                parts[name] += rounds * (parts[name] - before[rank][name])
+        busy = [parts.plus(parts, rounds).plus(less, -rounds) for parts, less in zip(busy, before, strict=True)]
     worst = max(busy, key=lambda parts: sum(parts.values()))
     worst["pp"] += max(0.0, step - alone)
     worst["bubble"] += max(0.0, step - sum(worst.values()))
@@ -96,12 +91,12 @@ class _Run:
         events: for each rank, its actions.
     """
 
-    def __init__(self, job: Job, times: list[dict[str, Counter[str]]], micro_batches: int, send: float):
+    def __init__(self, job: Job, times: list[dict[str, Parts]], micro_batches: int, send: float):
         schedule, ranks, virtual = job.parallel.pp_schedule, job.mesh.pp, len(times) // job.mesh.pp
         self.times, self.send, self.last = times, send, len(times) - 1
         self.seconds = [{kind: sum(parts.values()) for kind, parts in of.items()} for of in times]
         self.done: dict[tuple[str, int, int], tuple[float, int]] = {}
-        self.parts: list[Counter[str]] = [Counter() for _ in range(ranks)]
+        self.parts: list[Parts] = [Parts() for _ in range(ranks)]
         self.events: list[list[Event]] = [[] for _ in range(ranks)]
         self.clocks = [0.0] * ranks
         waiting = [deque(rank_actions(schedule, rank, ranks, virtual, micro_batches)) for rank in range(ranks)]
@@ -126,8 +121,7 @@ class _Run:
 
     def _count(self, rank: int, stage: int, kind: str) -> None:
         self.clocks[rank] += self.seconds[stage][kind]
-        for name, seconds in self.times[stage][kind].items():
-            self.parts[rank][name] += seconds
+        self.parts[rank] = self.parts[rank].plus(self.times[stage][kind])
 
     def _ready(self, action: Action, rank: int) -> float | None:
         """Returns when the input of an action has arrived; None if it does not exist yet."""

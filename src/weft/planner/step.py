@@ -9,7 +9,6 @@ measured.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from weft.planner.fsdp_passes import FsdpPasses
 from weft.planner.hardware import Hardware
 from weft.planner.pipeline import simulate_pipeline
 from weft.planner.schedules import stages_of
-from weft.planner.timeline import Event, Timeline
+from weft.planner.timeline import Event, Parts, Timeline
 from weft.planner.units import Job, Stage
 from weft.planner.work import Stack
 
@@ -115,15 +114,14 @@ def _owned(job: Job, stages: int) -> list[list[int]]:
     return [stages_of(job.parallel.pp_schedule, rank, ranks, stages // ranks) for rank in range(ranks)]
 
 
-def _one_stage(job: Job, stage: Stage) -> tuple[Counter[str], list[list[Event]]]:
+def _one_stage(job: Job, stage: Stage) -> tuple[Parts, list[list[Event]]]:
     """Returns the parts of a step without a pipeline, and its events."""
     count = job.micro_batches
     few = _simulate(job, stage, min(count, FEW))
     parts = few.parts
     if count > FEW:
         before = _simulate(job, stage, FEW - 1).parts
-        for name in parts:
-            parts[name] += (count - FEW) * (parts[name] - before[name])
+        parts = parts.plus(parts, count - FEW).plus(before, FEW - count)
     return parts, [few.events]
 
 

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+
+class Parts(defaultdict[str, float]):
+    """Seconds by cause; 0 for a cause that is not named."""
+
+    def __init__(self, seconds: Mapping[str, float] | None = None):
+        super().__init__(float, seconds or {})
+
+    def plus(self, other: Mapping[str, float], times: float = 1.0) -> Parts:
+        """Returns the sum with `times` the seconds of `other`."""
+        total = Parts(self)
+        for name, seconds in other.items():
+            total[name] += seconds * times
+        return total
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,7 @@ class Timeline:
 
     slowdown: float = 0.0
     now: float = 0.0
-    parts: Counter[str] = field(default_factory=Counter)
+    parts: Parts = field(default_factory=Parts)
     events: list[Event] = field(default_factory=list)
     _free: dict[str, float] = field(default_factory=dict)
     _busy: list[tuple[float, float, str]] = field(default_factory=list)

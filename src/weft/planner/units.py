@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ from weft.parallel.stages import stage_ranges
 from weft.planner.communication import Group, Links, mesh_groups
 from weft.planner.compute import Costs, Passes
 from weft.planner.hardware import Hardware
+from weft.planner.timeline import Parts
 from weft.planner.work import (
     WIDTHS,
     Shares,
@@ -47,8 +47,8 @@ class Unit:
     """
 
     passes: Passes = field(default_factory=Passes)
-    forward: Counter[str] = field(default_factory=Counter)
-    backward: Counter[str] = field(default_factory=Counter)
+    forward: Parts = field(default_factory=Parts)
+    backward: Parts = field(default_factory=Parts)
     gather: float = 0.0
     gather_again: float = 0.0
     reduce: float = 0.0
@@ -67,10 +67,9 @@ def join_units(units: Iterable[Unit]) -> Unit:
 
     names = ("forward", "backward_input", "backward_weight", "recompute")
     passes = Passes(*(sum(getattr(unit.passes, name) for unit in found) for name in names))
-    forward, backward = Counter[str](), Counter[str]()
+    forward, backward = Parts(), Parts()
     for unit in found:
-        forward.update(unit.forward)
-        backward.update(unit.backward)
+        forward, backward = forward.plus(unit.forward), backward.plus(unit.backward)
     sizes = {name: total(name) for name in ("gather", "gather_again", "reduce", "replicate", "copies", "local")}
     return Unit(passes, forward, backward, parameters=int(total("parameters")), **sizes)
 
@@ -198,9 +197,9 @@ class Job:
         passes = self.costs.passes(work, trained=self.trained, repeated=repeated, head=kind == "head")
         forward, backward = self._waits(work, kind, passes)
         if kind == "block" and repeated == 1.0:
-            backward = backward + forward
+            backward = backward.plus(forward)
         elif kind == "block" and self.training.activation_checkpointing.startswith("every-"):
-            backward = backward + Counter({axis: seconds * repeated for axis, seconds in forward.items()})
+            backward = backward.plus(forward, repeated)
         fsdp, experts = self.groups["fsdp"], self.groups["efsdp"]
         local = work.parameters / fsdp.ranks + work.expert_parameters / experts.ranks
         total = work.parameters + work.expert_parameters
@@ -245,9 +244,9 @@ class Job:
         few = not isinstance(number, bool) and 1 < number < fsdp.ranks
         return Group(int(number), fsdp.stride) if few else fsdp
 
-    def _waits(self, work: Work, kind: str, passes: Passes) -> tuple[Counter[str], Counter[str]]:
+    def _waits(self, work: Work, kind: str, passes: Passes) -> tuple[Parts, Parts]:
         """Returns seconds by axis of the collectives inside of forward and of backward."""
-        forward, backward = Counter[str](), Counter[str]()
+        forward, backward = Parts(), Parts()
         if self.mesh.tp > 1:
             size, count = work.tokens * self.model.hidden_size * self.width, {"block": 4, "head": 1}.get(kind, 1)
             seconds = count * self.links.seconds("all_gather", size, self.groups["tp"])
