@@ -31,6 +31,7 @@ from weft.train.data import Data
 from weft.train.job import Job
 from weft.train.loop import Loop
 from weft.train.saving import NoSaver
+from weft.train.watch.monitor import NoMonitor
 
 # ---- a world
 
@@ -73,7 +74,7 @@ class Steps(Loop):
     """A run's loop that saves and measures nothing, and tells a `Wire` which part of the step it is in."""
 
     wire = Wire()
-    new_saver = NoSaver
+    new_saver, new_monitor = NoSaver, NoMonitor
 
     def due(self, step: int, every: int) -> bool:
         return False
