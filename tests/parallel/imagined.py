@@ -113,7 +113,7 @@ class Beginnings:
     """A recorder that notes when steps begin, and has the wire count the last of them alone."""
 
     def __init__(self, wire: Wire):
-        self.wire, self.times = wire, []
+        self.wire, self.times, self.closed_at_end = wire, [], []
 
     def begin_step(self) -> None:
         self.wire.phase = "weights"

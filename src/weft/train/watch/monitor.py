@@ -265,3 +265,6 @@ class NoMonitor(Monitor):
     def votes(self, step: int) -> list[float]:
         """Sends nothing."""
         return []
+
+    def ended(self) -> None:
+        """Counts nothing."""
