@@ -5,8 +5,9 @@ The bubble is the time for which the busiest rank has nothing to do.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from functools import cache
+from itertools import accumulate
 
 from weft.planner.fsdp_passes import FsdpPasses
 from weft.planner.schedules import Action, rank_actions, stages_of
@@ -20,7 +21,7 @@ def _stage_times(job: Job, stage: Stage) -> dict[str, Parts]:
     """Returns the parts of each kind of action of a stage.
 
     Kinds: `first` is the first forward pass, which gathers parameters; `F`, `B`, `I` and `W` are further passes;
-    `reduce` is the reduction of gradients after the last.
+    `gather` is gathering all parameters, `reduce` the reduction of all gradients.
     """
 
     def parts(run, *, first: bool = False) -> Parts:
@@ -33,9 +34,8 @@ def _stage_times(job: Job, stage: Stage) -> dict[str, Parts]:
     pieces = [unit for unit in (stage.first, *stage.units, stage.last) if unit is not None]
     whole = parts(FsdpPasses.backward)
     weights = Parts({"compute": sum(unit.passes.backward_weight for unit in pieces)})
-    reduce = Parts()
+    reduce, every = Parts(), (*stage.units, stage.root)
     if not job.parallel.reduces_every:
-        every = (*stage.units, stage.root)
         reduce["dp_shard"] = sum(unit.reduce + unit.copies for unit in every)
         # The all-reduce of a unit runs beside the reduce-scatter of the next.
         reduce["dp_replicate"] = max(0.0, sum(unit.replicate for unit in every) - sum(u.reduce for u in stage.units))
@@ -45,6 +45,7 @@ def _stage_times(job: Job, stage: Stage) -> dict[str, Parts]:
         "B": whole,
         "I": whole.plus(weights, -1),
         "W": weights,
+        "gather": Parts({"dp_shard": sum(unit.gather + unit.copies for unit in every)}),
         "reduce": reduce,
     }
 
@@ -98,8 +99,16 @@ class _Run:
         self.done: dict[tuple[str, int, int], tuple[float, int]] = {}
         self.parts: list[Parts] = [Parts() for _ in range(ranks)]
         self.events: list[list[Event]] = [[] for _ in range(ranks)]
-        self.clocks = [0.0] * ranks
+        self.clocks, self.reduced = [0.0] * ranks, [0.0] * ranks
+        # Schedules with several stages on a rank gather the parameters of a stage before its input arrives.
+        self.gathered: dict[int, float] = {}
+        if virtual > 1 and not job.parallel.reshards:
+            for rank in range(ranks):
+                own = stages_of(schedule, rank, ranks, virtual)
+                ends = accumulate(self.seconds[stage]["gather"] for stage in own)
+                self.gathered.update(zip(own, ends, strict=True))
         waiting = [deque(rank_actions(schedule, rank, ranks, virtual, micro_batches)) for rank in range(ranks)]
+        self.left = Counter(action.stage for order in waiting for action in order if action.kind in "BW")
         before = -1
         while before != (before := sum(map(len, waiting))):
             for rank, order in enumerate(waiting):
@@ -107,17 +116,33 @@ class _Run:
                     self._run(order.popleft(), rank, ready)
         assert not before, "the orders of the pipeline ranks wait for each other"
         for rank in range(ranks):
-            for stage in stages_of(schedule, rank, ranks, virtual):
-                self._count(rank, stage, "reduce")
+            self._wait(rank, self.reduced[rank], stages_of(schedule, rank, ranks, virtual))
         self.end = max(self.clocks)
 
     def _run(self, action: Action, rank: int, ready: float) -> None:
+        stage, first = action.stage, action.kind == "F" and not action.micro_batch
         start = self.clocks[rank] = max(ready, self.clocks[rank])
-        self._count(rank, action.stage, "first" if action.kind == "F" and not action.micro_batch else action.kind)
+        if first and stage in self.gathered:
+            self.parts[rank]["dp_shard"] += max(0.0, self.gathered[stage] - start)
+            start = self.clocks[rank] = max(start, self.gathered[stage])
+            first = False
+        self._count(rank, stage, "first" if first else action.kind)
         end = self.clocks[rank]
         for kind in "BI" if action.kind in "BI" else action.kind:
-            self.done[kind, action.stage, action.micro_batch] = (end, rank)
+            self.done[kind, stage, action.micro_batch] = (end, rank)
         self.events[rank].append(Event("compute", f"{action.kind}{action.micro_batch}", start, end))
+        self.left[stage] -= action.kind in "BW"
+        if not self.left[stage] and action.kind in "BW":  # the gradients are reduced beside what follows
+            self.reduced[rank] = max(self.reduced[rank], end) + self.seconds[stage]["reduce"]
+
+    def _wait(self, rank: int, until: float, own: list[int]) -> None:
+        """Makes a rank wait for the reduction of its gradients."""
+        seconds = sum(self.seconds[stage]["reduce"] for stage in own)
+        if until > self.clocks[rank]:
+            for stage in own:
+                share = (until - self.clocks[rank]) / seconds
+                self.parts[rank] = self.parts[rank].plus(self.times[stage]["reduce"], share)
+            self.clocks[rank] = until
 
     def _count(self, rank: int, stage: int, kind: str) -> None:
         self.clocks[rank] += self.seconds[stage][kind]
