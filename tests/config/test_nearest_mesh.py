@@ -116,6 +116,6 @@ def test_a_mesh_is_legal_or_a_legal_one_is_told_in_no_time(seed):
     sequences = rng.choice([512, 2048])
     began = time.process_time()
     told = nearest_of(found, sequences, ranks)
-    assert time.process_time() - began < 0.2  # some 5 ms; a machine may be busy
+    assert time.process_time() - began < 1  # some 5 ms; garbage collection, or a busy machine, may come in between
     if told:
         assert is_legal(found, told, sequences, ranks)

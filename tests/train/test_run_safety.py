@@ -1,9 +1,12 @@
 """One writer per run directory, damaged stores, secrets, and directories that others can change."""
 
+import fcntl
 import json
 import os
 import shutil
 import socket
+import subprocess
+import threading
 import time
 
 import pytest
@@ -49,6 +52,19 @@ def without_locks(monkeypatch):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(weft.files.fcntl, "flock", refuse)
+
+
+def test_a_restart_waits_for_the_data_workers_of_a_rank_that_died(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    held = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)  # as the worker does, which inherited it
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.write(
+        held, json.dumps({"host": socket.gethostname(), "pid": dead.pid, "boot": boot_id(), "since": "now"}).encode()
+    )
+    threading.Timer(0.5, os.close, [held]).start()
+    os.close(claim(tmp_path, fresh=False))
+    assert json.loads((tmp_path / ".lock").read_bytes())["pid"] == os.getpid()
 
 
 def test_without_locks_the_recorded_owner_counts_while_it_may_run(tmp_path, without_locks):

@@ -43,6 +43,7 @@ SILENT = (
     "training.hang_timeout",
 )
 RECENT = 60.0  # seconds
+LAST_WORKERS = 20.0  # seconds
 LOSSY = "parallel.compress"
 # Keys that change how the same training is computed, what is measured, and paths whose content is checked elsewhere. A
 # change is reported, and needs no acceptance.
@@ -85,7 +86,7 @@ def claim(path: Path, *, fresh: bool) -> int:
     who = f" (process {owner['pid']} on {owner['host']}, since {owner['since']})" if owner else ""
     busy = f"another process{who} is training in this run directory; wait for it, or give this run another run.name"
     try:
-        if not lock_exclusively(lock, busy, path) and owner and _may_be_running(owner, path):
+        if not _lock(lock, owner, busy, path) and owner and _may_be_running(owner, path):
             raise UserError(busy, path)
     except UserError:
         os.close(lock)
@@ -96,6 +97,23 @@ def claim(path: Path, *, fresh: bool) -> int:
     if fresh:
         set_aside(path)
     return lock
+
+
+def _lock(lock: int, owner: Mapping[str, Any] | None, busy: str, path: Path) -> bool:
+    """Locks the open lock file. Returns False on a file system without locks.
+
+    If the recorded owner died on this host, its data workers, which inherited the lock, are about to end: waits for
+    them, at most `LAST_WORKERS` seconds.
+    """
+    deadline = time.monotonic() + LAST_WORKERS
+    while True:
+        try:
+            return lock_exclusively(lock, busy, path)
+        except UserError:
+            died = owner is not None and owner["host"] == socket.gethostname() and not process_exists(owner["pid"])
+            if not died or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _read_owner(lock: int) -> dict[str, Any] | None:
