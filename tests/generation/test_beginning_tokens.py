@@ -11,12 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weft
 from weft.cli.main import main
+from weft.config.data import DataSection
 from weft.data.conversations.template import ChatTemplate, find_template
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.generation.chat_format import ChatFormat
 from weft.serve.app import create_app
 from weft.serve.served_model import ServedModel
 from weft.serve.services import Settings
+from weft.train.rollouts.prompts import read_prompts
 
 PROMPTS = ["Kalo mi", "<|endoftext|>Ren sta", ""]
 
@@ -38,6 +40,15 @@ def folder(request, tmp_path, hf_folder):
     file.write_text(json.dumps(content))
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"add_bos_token": not request.param}))
     return tmp_path / "model"
+
+
+def test_rollouts_continue_what_transformers_continues(folder, tmp_path):
+    file, tokenizer = tmp_path / "prompts.jsonl", AutoTokenizer.from_pretrained(folder)
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    expected = [tokenizer(prompt).input_ids or [tokenizer.eos_token_id] for prompt in PROMPTS]
+    expected = [ids[1:] if ids[:2] == [0, 0] else ids for ids in expected]  # Transformers adds the token a second time
+    found = read_prompts(str(file), DataSection(train=str(file)), Tokenizer.load(folder), 99, []).found
+    assert [prompt.ids for prompt in found] == expected
 
 
 def test_generate_and_completions_continue_what_transformers_continues(folder, capsys):

@@ -220,3 +220,11 @@ def test_settings_without_effect_are_refused(sections, key, part, run_yaml):
         RunConfig.load(run_yaml(**settings(**sections)))
     found = {problem.key: problem.what for problem in raised.value.problems}
     assert part in found[key]
+
+
+@pytest.mark.parametrize("data", [{"train": "missing.jsonl"}, {"validation": "missing.jsonl"}])
+def test_missing_prompts_are_one_mistake(data, run_yaml):
+    with pytest.raises(ConfigError) as raised:
+        RunConfig.load(run_yaml(**settings() | {"data": settings()["data"] | data}))
+    assert [problem.key for problem in raised.value.problems] == [f"data.{next(iter(data))}"]
+    assert "missing.jsonl" in str(raised.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -48,10 +49,10 @@ def check_rollouts(draft: Draft) -> None:
             what = "the model generates the training data, whose size is not known in advance"
             draft.report(key, f"{what}; set training.steps instead, a number of updates")
     chosen = draft.get("data.train")
-    if not isinstance(chosen, str) or not is_raw(chosen):
+    if not isinstance(chosen, str) or (os.path.exists(chosen) and not is_raw(chosen)):  # a missing one has its message
         draft.report("data.train", "prompts must be a file, a folder or a pattern of records; give one path")
     for name, held_out in held_out_sets(draft.get("data.validation")).items():
-        if not isinstance(held_out, str) or not is_raw(held_out):
+        if not isinstance(held_out, str) or (os.path.exists(held_out) and not is_raw(held_out)):
             what = "held-out prompts must be a file, a folder or a pattern of records; give a path of prompts"
             draft.report("data.validation" + f".{name}" * bool(name), what)
     for key in ("validation.tokens", "validation.micro_batch_size"):

@@ -144,10 +144,12 @@ class Tokenizer:
         if not whole and text.endswith(" ") and not text[:-1].endswith((" ", "\n")) and text[:-1]:
             first = frozenset(id for token, id in self._reference.get_vocab().items() if token.startswith(BLANKS))
         text, ids = (text[:-1], self.encode(text[:-1])) if first else (text, self.encode(text))
-        before = self.added_around[0] if special else []
-        if ids[: len(before)] != before:
-            ids = [*before, *ids]
-        return Prompt(text, ids or [self.eod_id], first or None)
+        return Prompt(text, (self.with_beginning(ids) if special else ids) or [self.eod_id], first or None)
+
+    def with_beginning(self, ids: list[int]) -> list[int]:
+        """Returns ids after the tokens that the tokenizer adds before a text, unless the ids begin with them."""
+        before = self.added_around[0]
+        return ids if ids[: len(before)] == before else [*before, *ids]
 
     @functools.cached_property
     def added_around(self) -> tuple[list[int], list[int]]:

@@ -156,6 +156,6 @@ def _format(tokenizer: Tokenizer, data: DataSection, tools: list[Any]) -> Conver
 
 def _encode(given: Any, tokenizer: Tokenizer, conversation: ConversationFormat | None) -> list[int]:
     if isinstance(given, str):
-        return tokenizer.encode(given) or [tokenizer.eod_id]
+        return tokenizer.with_beginning(tokenizer.encode(given)) or [tokenizer.eod_id]
     assert conversation is not None
     return conversation.prompt(given)
