@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules
 
-from weft.planner.schedules import Action, rank_actions, stages_of
+from weft.config.mesh import ParallelSection
+from weft.parallel.stages import stages_of_rank
+from weft.planner.schedules import Action, rank_actions
 
 CLASSES = {
     "gpipe": schedules.ScheduleGPipe,
@@ -16,6 +18,10 @@ CLASSES = {
     "zbv_zero_bubble": schedules.ScheduleZBVZeroBubble,
     "dualpipev": schedules.ScheduleDualPipeV,
 }
+
+
+def section(name: str, virtual: int) -> ParallelSection:
+    return ParallelSection(pp_schedule=name, stages_per_rank=virtual)
 
 
 def of_pytorch(name: str, rank: int, ranks: int, virtual: int, micro_batches: int) -> list[Action]:
@@ -33,7 +39,7 @@ def of_pytorch(name: str, rank: int, ranks: int, virtual: int, micro_batches: in
             is_last=stage == ranks * virtual - 1,
             submod=None,
         )
-        for stage in stages_of(name, rank, ranks, virtual)
+        for stage in stages_of_rank(section(name, virtual), rank, ranks)
     ]
     made = CLASSES[name](own if virtual > 1 else own[0], micro_batches)
     table = made.pipeline_order if virtual > 1 else made._get_pipeline_order()
@@ -58,11 +64,11 @@ def test_orders_are_those_of_pytorch(name, ranks, micro_batches):
         pytest.skip("PyTorch needs equal rounds")
     for rank in range(ranks):
         expected = of_pytorch(name, rank, ranks, virtual, micro_batches)
-        assert rank_actions(name, rank, ranks, virtual, micro_batches) == expected
+        assert rank_actions(section(name, virtual), rank, ranks, micro_batches) == expected
         assert len(expected) >= 2 * virtual * micro_batches
 
 
 @pytest.mark.parametrize("name", ["looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble"])
 def test_orders_with_more_stages_on_a_rank_are_those_of_pytorch(name):
     for rank in range(4):
-        assert rank_actions(name, rank, 4, 3, 8) == of_pytorch(name, rank, 4, 3, 8)
+        assert rank_actions(section(name, 3), rank, 4, 8) == of_pytorch(name, rank, 4, 3, 8)

@@ -9,9 +9,11 @@ from planner_hardware import ideal
 
 from weft.config.run import RunConfig
 from weft.errors import UserError
+from weft.kernels.cross_entropy import KEPT_ELEMENTS
 from weft.planner.communication import Group, Links, mesh_groups
 from weft.planner.hardware import load_hardware
 from weft.planner.step import predict
+from weft.planner.work import KEPT_LOGITS
 
 RUN = """
 model: {vocab_size: 64, hidden_size: 1024, num_hidden_layers: 8, num_attention_heads: 8, intermediate_size: 4096,
@@ -43,6 +45,10 @@ def test_one_device_takes_its_flops_over_its_rate(run):
     assert predicted.tokens_per_second == pytest.approx(32768 / predicted.step_seconds)
     flops = 6 * (8 * layer + 64 * 1024) + 12 * 8 * 1024 * 512  # the definition of MFU does not halve attention
     assert predicted.mfu == pytest.approx(predicted.tokens_per_second * flops / 1e11)
+
+
+def test_the_limit_of_kept_logits_is_that_of_the_kernels():
+    assert KEPT_LOGITS == KEPT_ELEMENTS  # a copy: the kernels need torch
 
 
 def test_recomputation_repeats_the_forward_pass(run):

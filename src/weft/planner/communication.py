@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 from weft.config.mesh import MeshShape
 from weft.planner.hardware import Collective, Hardware, LevelSection
@@ -90,10 +89,6 @@ class Links:
         self.hardware = hardware
         self._known: dict[tuple[str, float, Group], float] = {}
 
-    @cached_property
-    def _node(self) -> int:
-        return self.hardware.node
-
     def seconds(self, kind: Collective, size: float, group: Group) -> float:
         """Returns the seconds of a collective. A measured collective of this kind and group takes precedence.
 
@@ -110,7 +105,7 @@ class Links:
         return self._known[key]
 
     def _seconds(self, kind: Collective, size: float, group: Group) -> float:
-        nodes = -(-group.ranks // group.within(self._node))
+        nodes = -(-group.ranks // group.within(self.hardware.node))
         line = self.hardware.measured_collectives.get((kind, group.ranks, nodes))
         if line is not None:
             return line.latency_us * 1e-6 + size / (line.bandwidth_gb_s * 1e9)

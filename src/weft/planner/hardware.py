@@ -1,7 +1,6 @@
 """Hardware files: what a plan knows of devices, links and hosts, as YAML.
 
-The files of this package are in `weft/planner/devices`. `weft bench device` and `weft bench comm` write files of the
-same form. Units are in the names of the keys; a GB is 10^9 bytes.
+The files of this package are in `weft/planner/devices`. Units are in the names of the keys; a GB is 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -146,9 +145,9 @@ class Hardware(Section):
     levels: list[LevelSection] = Field(min_length=1)
     """Levels of links, from inner to outer."""
     collectives: list[MeasuredCollective] = Field(default=[])
-    """Measured collectives, from `weft bench comm`. Default: none; times follow from the levels."""
+    """Measured collectives. Default: none; times follow from the levels."""
     operators: list[MeasuredOperator] = Field(default=[])
-    """Measured operations, from `weft bench device`. Default: none; times follow from `device`."""
+    """Measured operations. Default: none; times follow from `device`."""
     host: HostSection
     """The host."""
     overlap: OverlapSection = Field(default_factory=OverlapSection)

@@ -9,8 +9,9 @@ from collections import Counter, deque
 from functools import cache
 from itertools import accumulate
 
+from weft.parallel.stages import stages_of_rank
 from weft.planner.fsdp_passes import FsdpPasses
-from weft.planner.schedules import Action, rank_actions, stages_of
+from weft.planner.schedules import Action, rank_actions
 from weft.planner.timeline import Event, Parts, Timeline
 from weft.planner.units import Job, Stage
 
@@ -93,7 +94,8 @@ class _Run:
     """
 
     def __init__(self, job: Job, times: list[dict[str, Parts]], micro_batches: int, send: float):
-        schedule, ranks, virtual = job.parallel.pp_schedule, job.mesh.pp, len(times) // job.mesh.pp
+        ranks = job.mesh.pp
+        owned = [stages_of_rank(job.parallel, rank, ranks) for rank in range(ranks)]
         self.times, self.send, self.last = times, send, len(times) - 1
         self.seconds = [{kind: sum(parts.values()) for kind, parts in of.items()} for of in times]
         self.done: dict[tuple[str, int, int], tuple[float, int]] = {}
@@ -102,12 +104,11 @@ class _Run:
         self.clocks, self.reduced = [0.0] * ranks, [0.0] * ranks
         # Schedules with several stages on a rank gather the parameters of a stage before its input arrives.
         self.gathered: dict[int, float] = {}
-        if virtual > 1 and not job.parallel.reshards:
-            for rank in range(ranks):
-                own = stages_of(schedule, rank, ranks, virtual)
+        if job.parallel.virtual_stages > 1 and not job.parallel.reshards:
+            for own in owned:
                 ends = accumulate(self.seconds[stage]["gather"] for stage in own)
                 self.gathered.update(zip(own, ends, strict=True))
-        waiting = [deque(rank_actions(schedule, rank, ranks, virtual, micro_batches)) for rank in range(ranks)]
+        waiting = [deque(rank_actions(job.parallel, rank, ranks, micro_batches)) for rank in range(ranks)]
         self.left = Counter(action.stage for order in waiting for action in order if action.kind in "BW")
         before = -1
         while before != (before := sum(map(len, waiting))):
@@ -115,8 +116,8 @@ class _Run:
                 while order and (ready := self._ready(order[0], rank)) is not None:
                     self._run(order.popleft(), rank, ready)
         assert not before, "the orders of the pipeline ranks wait for each other"
-        for rank in range(ranks):
-            self._wait(rank, self.reduced[rank], stages_of(schedule, rank, ranks, virtual))
+        for rank, own in enumerate(owned):
+            self._wait(rank, self.reduced[rank], own)
         self.end = max(self.clocks)
 
     def _run(self, action: Action, rank: int, ready: float) -> None:

@@ -10,7 +10,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from weft.config.mesh import V_SHAPED, Schedule
+from weft.config.mesh import ParallelSection
+from weft.parallel.stages import stages_of_rank
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -29,28 +30,22 @@ class Action(NamedTuple):
     micro_batch: int
 
 
-def stages_of(schedule: str, rank: int, ranks: int, virtual: int) -> list[int]:
-    """Returns the stages of a pipeline rank: every `ranks`-th, or one from the front and its mirror from the end."""
-    if schedule in V_SHAPED:
-        return [rank, 2 * ranks - 1 - rank]
-    return [rank + ranks * number for number in range(virtual)]
-
-
-def rank_actions(schedule: Schedule, rank: int, ranks: int, virtual: int, micro_batches: int) -> list[Action]:
+def rank_actions(parallel: ParallelSection, rank: int, ranks: int, micro_batches: int) -> list[Action]:
     """Returns the actions of a pipeline rank in order.
 
     Args:
+        parallel: the schedule, and the number of stages on each rank.
         ranks: number of pipeline ranks.
-        virtual: number of stages on each rank.
         micro_batches: number of micro-batches of a step.
     """
+    schedule, virtual = parallel.pp_schedule, parallel.virtual_stages
     if schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
         return _interleaved(rank, ranks, virtual, micro_batches, split=schedule == "interleaved_zero_bubble")
     if schedule == "zbv_zero_bubble":
         return _zbv(rank, ranks, micro_batches)
     if schedule == "dualpipev":
         return _DualPipeV(rank, ranks, micro_batches).actions
-    stages, batches = stages_of(schedule, rank, ranks, virtual), range(micro_batches)
+    stages, batches = stages_of_rank(parallel, rank, ranks), range(micro_batches)
     if schedule == "looped_bfs":
         forward = [Action("F", stage, number) for stage in stages for number in batches]
         return forward + [Action("B", stage, number) for stage in reversed(stages) for number in reversed(batches)]

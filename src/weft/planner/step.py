@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from weft.config.run import RunConfig
 from weft.observe.flop_count import flops_per_token
+from weft.parallel.stages import stages_of_rank
 from weft.planner.fsdp_passes import FsdpPasses
 from weft.planner.hardware import Hardware
 from weft.planner.pipeline import simulate_pipeline
-from weft.planner.schedules import stages_of
 from weft.planner.timeline import Event, Parts, Timeline
 from weft.planner.units import Job, Stage
 from weft.planner.work import Stack
@@ -40,7 +39,6 @@ class Prediction:
         parts: seconds by cause; their sum is `step_seconds`. `compute`, `recompute`, `bubble`, `optimizer`, `input` and
             `stragglers`, and for each axis the time that computation waits for its communication or is slowed by it.
         stages: for each pipeline rank, the events of its first micro-batches.
-        memory: bytes by part of the worst rank; None if it was not computed.
     """
 
     step_seconds: float
@@ -49,7 +47,6 @@ class Prediction:
     mfu: float
     parts: dict[str, float]
     stages: list[list[Event]]
-    memory: Any = None
 
 
 def predict(config: RunConfig, devices: int, hardware: Hardware, *, stack: Stack | None = None) -> Prediction:
@@ -90,8 +87,9 @@ def _update_seconds(job: Job, stages: list[Stage]) -> float:
     """Returns the seconds of clipping and of the optimizer's update on the rank with most parameters."""
     if not job.trained:
         return 0.0
-    ranks = _owned(job, len(stages))
-    local = max(sum(stages[number].local for number in owned) for owned in ranks)
+    ranks = job.mesh.pp
+    owned = [stages_of_rank(job.parallel, rank, ranks) for rank in range(ranks)] if ranks > 1 else [[0]]
+    local = max(sum(stages[number].local for number in own) for own in owned)
     elements = UPDATE_ELEMENTS + (CLIP_ELEMENTS if job.training.grad_clip is not None else 0)
     size = local * elements * job.state
     if job.parallel.offload == "parameters":
@@ -106,12 +104,6 @@ def _update_seconds(job: Job, stages: list[Stage]) -> float:
         groups = ("fsdp", "dp_replicate", "tp", "pp")
         seconds += sum(job.links.seconds("all_reduce", 4, job.groups[axis]) for axis in groups)
     return seconds
-
-
-def _owned(job: Job, stages: int) -> list[list[int]]:
-    """Returns the stages of each pipeline rank."""
-    ranks = job.mesh.pp
-    return [stages_of(job.parallel.pp_schedule, rank, ranks, stages // ranks) for rank in range(ranks)]
 
 
 def _one_stage(job: Job, stage: Stage) -> tuple[Parts, list[list[Event]]]:
