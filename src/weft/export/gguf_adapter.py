@@ -13,6 +13,7 @@ from weft.checkpoint.gguf.tensors import layout, tensor_names
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.models.decoder import Decoder
+from weft.models.initialize import on_meta
 from weft.models.low_rank import LowRank
 
 
@@ -31,7 +32,7 @@ def adapter_tensors(source: Path, section: ModelSection, kind: Architecture) -> 
     layers = read_adapter(source, record.section)
     keys = section.resolved()
     ratio = 1.0 if kind.scale_in_keys else keys["attention_multiplier"] / kind.attention_scale(keys)
-    with torch.device("meta"):
+    with on_meta():
         shapes = {name: one.shape for name, one in Decoder(section).named_parameters()}
     found: dict[str, torch.Tensor] = {}
     for name, ours in tensor_names(section, kind).items():

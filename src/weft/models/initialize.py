@@ -33,6 +33,8 @@ from weft.models.decoder import Decoder
 from weft.models.layers.custom import custom_component_value, derive_seed
 from weft.models.roles import parameter_roles
 
+OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
+
 
 class _KeepMeta(TorchFunctionMode):
     """Skips the functions of `torch.nn.init`. On the meta device, their random numbers import PyTorch's compiler."""
@@ -48,9 +50,6 @@ def on_meta() -> Iterator[None]:
     """Context in which modules are built on the meta device, without computing initial values."""
     with torch.device("meta"), _KeepMeta():
         yield
-
-
-OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
 
 
 def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

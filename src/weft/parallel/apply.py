@@ -21,7 +21,7 @@ from weft.config.transformers_model import TransformersModelSection
 from weft.models.adapter import is_adapter
 from weft.models.build import build_model
 from weft.models.decoder import Decoder
-from weft.models.initialize import initial_value, initialize_buffers
+from weft.models.initialize import initial_value, initialize_buffers, on_meta
 from weft.models.layers.block import Block
 from weft.models.layers.moe import Experts
 from weft.models.parameter_patterns import last_match
@@ -129,7 +129,7 @@ def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
     """
     section = plan.model
     if isinstance(section, ModelSection):
-        with torch.device("meta"):
+        with on_meta():
             if world.shape.pp > 1:
                 return dict(build_local_stages(section, plan.parallel, world, plan.sequence, plan.dtype))
             model = Decoder(section)

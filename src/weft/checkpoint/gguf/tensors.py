@@ -9,6 +9,7 @@ from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import saved_tensors
+from weft.models.initialize import on_meta
 
 OUTPUT, EMBEDDING = "output.weight", "embed_tokens.weight"
 
@@ -19,7 +20,7 @@ def tensor_names(section: ModelSection, kind: Architecture) -> dict[str, tuple[s
     Raises:
         UserError: the architecture has no place for a tensor of the model.
     """
-    with torch.device("meta"):
+    with on_meta():
         names = list(saved_tensors(Decoder(section)))
     places = {name: (stem, list(ours)) for stem, ours in kind.tensors.items() for name in ours}
     found: dict[str, tuple[str, ...]] = {}

@@ -27,6 +27,7 @@ from weft.errors import UserError
 from weft.formatting import counted
 from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import saved_dtype, saved_tensors
+from weft.models.initialize import on_meta
 from weft.observe.console import Console
 
 SUFFIX = ".gguf"
@@ -146,7 +147,7 @@ def _entries(
     Raises:
         UserError: the tensors of the file are not those of the model.
     """
-    with torch.device("meta"):
+    with on_meta():
         shapes = {name: tuple(one.shape) for name, one in saved_tensors(Decoder(section)).items()}
     names = tensor_names(section, kind)
     if missing := names.keys() - stored.keys():

@@ -18,6 +18,7 @@ from weft.families.peft_config import in_transformers
 from weft.models.build import build_model
 from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import Transform, invert, saved_tensors
+from weft.models.initialize import on_meta
 from weft.models.layers.moe import Router
 
 
@@ -112,7 +113,7 @@ def peft_model(model: nn.Module | ModelSection | TransformersModelSection) -> Pe
 
 
 def _of_decoder(section: ModelSection) -> PeftModel:
-    with torch.device("meta"):
+    with on_meta():
         decoder = Decoder(section)
     shapes = {name: tuple(tensor.shape) for name, tensor in saved_tensors(decoder).items()}
     linear = {f"{name}.weight" for name, module in decoder.named_modules() if isinstance(module, nn.Linear | Router)}
