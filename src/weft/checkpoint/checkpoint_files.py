@@ -228,6 +228,11 @@ def threads() -> int:
     return min(8, usable_cores())
 
 
+def total_bytes(checkpoint: Path) -> int:
+    """Returns the bytes of all files of a checkpoint."""
+    return sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+
+
 def find_damage(directory: Path, *, contents: bool = True, rank: int = 0, world_size: int = 1) -> Damage | None:
     """Returns the first damaged file of a checkpoint; None if the checkpoint is undamaged.
 

@@ -68,7 +68,7 @@ def newest_at(given: str | Path) -> Path:
 
 def describe(checkpoint: Path) -> Listed:
     """Describes a checkpoint. Its files are not hashed."""
-    size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    size = files.total_bytes(checkpoint)
     sums = checkpoint / files.CHECKSUMS  # the last file of a save
     saved = (sums if sums.exists() else checkpoint).stat().st_mtime
     damage = files.find_damage(checkpoint, contents=False)

@@ -49,10 +49,10 @@ def check_rollouts(draft: Draft) -> None:
             what = "the model generates the training data, whose size is not known in advance"
             draft.report(key, f"{what}; set training.steps instead, a number of updates")
     chosen = draft.get("data.train")
-    if not isinstance(chosen, str) or (os.path.exists(chosen) and not is_raw(chosen)):  # a missing one has its message
+    if not _can_be_prompts(chosen):
         draft.report("data.train", "prompts must be a file, a folder or a pattern of records; give one path")
     for name, held_out in held_out_sets(draft.get("data.validation")).items():
-        if not isinstance(held_out, str) or (os.path.exists(held_out) and not is_raw(held_out)):
+        if not _can_be_prompts(held_out):
             what = "held-out prompts must be a file, a folder or a pattern of records; give a path of prompts"
             draft.report("data.validation" + f".{name}" * bool(name), what)
     for key in ("validation.tokens", "validation.micro_batch_size"):
@@ -66,6 +66,11 @@ def check_rollouts(draft: Draft) -> None:
         draft.report("training.qat", f"{what}; {remedy}", "objective.type")
     _check_functions(draft)
     _check_sizes(draft)
+
+
+def _can_be_prompts(given: object) -> bool:
+    """Whether a value is a path of raw data. A path that does not exist is reported elsewhere."""
+    return isinstance(given, str) and (is_raw(given) or not os.path.exists(given))
 
 
 def _check_functions(draft: Draft) -> None:

@@ -34,9 +34,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from weft.errors import UserError
 from weft.formatting import counted
-from weft.launch.failures import EXIT_LOST, Verdict, judge_failures, print_error, read_error_file, report_verdict
+from weft.launch.failures import Verdict, judge_failures, print_error, read_error_file, report_verdict
 from weft.launch.hosts import Hosts
-from weft.processes import ELASTIC
+from weft.processes import ELASTIC, EXIT_LOST
 from weft.train.stop import stop_within
 
 BACKEND = "weft"  # name of `Rounds` in PyTorch's registry

@@ -29,11 +29,11 @@ from weft.errors import UserError, describe_user_exception, reported_elsewhere, 
 from weft.formatting import byte_size
 from weft.observe import status
 from weft.observe.logs import log_path, log_to_file, open_log
+from weft.processes import EXIT_LOST
 
 MISTAKE, CUSTOM, INTERNAL = "mistake", "custom", "internal"  # who is at fault: the input, custom code, other code
 STOPPED = "stopped"  # a signal to any rank; the message is its number
 NON_FINITE = "non-finite"  # the loss is not finite; the first rank has printed it
-EXIT_LOST = 3
 GRACE = 5  # seconds that a rank waits for another rank to report an error that all ranks found
 EXIT_BY_SIGNAL = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 _KEY = "weft"  # key of the part of a message that only Weft's launcher reads

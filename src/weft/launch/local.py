@@ -15,7 +15,6 @@ from weft.errors import UserError
 from weft.formatting import first_few
 from weft.launch.failures import (
     EXIT_BY_SIGNAL,
-    EXIT_LOST,
     Verdict,
     judge_failures,
     print_error,
@@ -25,8 +24,8 @@ from weft.launch.failures import (
 from weft.launch.hang import HangWatch, hung_first
 from weft.launch.rank import STACKS_SIGNAL, Rank, start_rank
 from weft.observe import status
-from weft.processes import ELASTIC, LAUNCHER, die_with, signal_handler
-from weft.train.stop import MOST_RESERVE, RESERVE, stop_within
+from weft.processes import ELASTIC, EXIT_LOST, LAUNCHER, die_with, signal_handler
+from weft.train.stop import reserve, stop_within
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask a run to save and exit
 POLL = 0.1  # seconds between two checks of the processes
@@ -159,7 +158,7 @@ class LocalRanks:
         most = STOP_SECONDS + allowed if self.received else FAIL_SECONDS
         late = False
         if self.within is not None and self.received and signal.SIGINT not in self.received:
-            late = time.monotonic() - since > self.within - min(MOST_RESERVE, RESERVE * self.within) / 2
+            late = time.monotonic() - since > self.within - reserve(self.within) / 2
         # A suspended rank delays the other ranks, so it is listed first.
         order = sorted(alive, key=lambda rank: (not rank.is_stopped, rank.number))
         shown = first_few([str(rank) for rank in order], NAMED, "; ")

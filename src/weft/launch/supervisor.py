@@ -75,9 +75,9 @@ class Supervisor:
             return None, f"no restart is left of {self.most}{within} (--max-restarts)" if self.most else ""
         self.restarts.append(now_)
         self.without_progress += 1
-        return 0.0 if self.without_progress == 1 else min(
-            LONGEST_DELAY, FIRST_DELAY * 2 ** (self.without_progress - 2)
-        ), ""
+        if self.without_progress == 1:
+            return 0.0, ""
+        return min(LONGEST_DELAY, FIRST_DELAY * 2 ** (self.without_progress - 2)), ""
 
 
 def supervise(

@@ -210,12 +210,11 @@ def _plan(load: Load, window: int | None) -> tuple[list[dict[str, Any]], list[fl
     most = max(1, window // 4) if window else NEW_TOKENS[1]
     low, high = load.new_tokens or (min(NEW_TOKENS[0], most), min(NEW_TOKENS[1], most))
     room = window - high - CHAT_TOKENS * load.chat if window and load.prompt_words is None else None
+    words = load.prompt_words or PROMPT_WORDS
     shared = [rng.choice(WORDS) for _ in range(load.shared_words)]
     bodies, begins, begin = [], [], 0.0
     for _ in range(load.requests):
-        text = " ".join(
-            [*shared, *(rng.choice(WORDS) for _ in range(rng.randint(*(load.prompt_words or PROMPT_WORDS))))]
-        )
+        text = " ".join([*shared, *(rng.choice(WORDS) for _ in range(rng.randint(*words)))])
         while room is not None and len(text) > room and " " in text:
             text = text.rpartition(" ")[0]
         body = {"model": load.model, "max_tokens": rng.randint(low, high), "temperature": 0, "stream": True}

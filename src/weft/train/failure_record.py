@@ -13,13 +13,13 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.checkpoint_files import FOLDER as CHECKPOINTS
 from weft.checkpoint.checkpoint_files import list_checkpoints, step_of
 from weft.observe import status
+from weft.observe.manifest import local_time
 
 FILE = "failures.jsonl"
 RANKS = "ranks"
@@ -44,7 +44,7 @@ def append_failure(run: Path, *, began: float, at: float, step: int, **failure: 
     """
     saved, saved_at = last_checkpoint(run)
     entry = {
-        "time": datetime.fromtimestamp(at).astimezone().isoformat(timespec="seconds"),
+        "time": local_time(at),
         **failure,
         "step": step or None,
         "lost_seconds": round(max(0.0, at - max(saved_at, began)), 3),

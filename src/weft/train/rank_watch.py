@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.observe import status
+from weft.processes import EXIT_LOST
 from weft.torch_private import recorded_collectives
 from weft.train.failure_record import RankRecord
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 POLL = 0.25  # seconds between two looks of the thread
 DUMP_SECONDS = 3.0  # seconds in which the other ranks notice that a rank hangs, and write their stacks, too
-EXIT_LOST = 3  # exit code of a rank that ends without a checkpoint of its last step
 
 
 class RankWatch:

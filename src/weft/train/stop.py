@@ -13,7 +13,6 @@ from types import FrameType
 from weft.errors import UserError
 
 STOP_WITHIN = "WEFT_STOP_WITHIN"  # environment variable: seconds after SIGTERM or SIGHUP in which all processes end
-RESERVE, MOST_RESERVE = 0.1, 2.0  # part of these seconds that is kept for the end of the processes, in seconds at most
 
 
 def stop_within() -> float | None:
@@ -32,6 +31,11 @@ def stop_within() -> float | None:
     if not (0 < seconds < math.inf):
         raise UserError(f"--stop-within, {STOP_WITHIN}: {given} is not a number of seconds above 0")
     return seconds
+
+
+def reserve(within: float) -> float:
+    """Returns the seconds of `stop_within` that are kept for the end of the processes."""
+    return min(2.0, 0.1 * within)
 
 
 class StopRequest:
@@ -59,7 +63,7 @@ class StopRequest:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
         if self.within is not None and number != signal.SIGINT and self.deadline is None:
-            self.deadline = time.monotonic() + self.within - min(MOST_RESERVE, RESERVE * self.within)
+            self.deadline = time.monotonic() + self.within - reserve(self.within)
 
     @property
     def left(self) -> float | None:

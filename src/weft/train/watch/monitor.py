@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from weft.checkpoint.checkpoint_files import total_bytes
 from weft.checkpoint.load import checkpoints
 from weft.errors import UserError
 from weft.formatting import byte_size, timing
@@ -156,7 +157,7 @@ class Monitor:
             return
         run = self.loop.job.run.path
         folder, saved = folder or run, checkpoints(run)
-        size = sum(file.stat().st_size for file in saved[-1].rglob("*")) if saved else self._first_size()
+        size = total_bytes(saved[-1]) if saved else self._first_size()
         free = shutil.disk_usage(folder).free
         if free >= 2 * size:
             self._told.discard(str(folder))
@@ -184,29 +185,22 @@ class Monitor:
             own, probes = [times[2] for times in ranks], [times[3] for times in ranks]
             slow = slow_ranks(own, self.stages, section.slow_rank, max(LEAST, 0.05 * max(seconds)))
             slow_devices = slow_ranks(probes, [0] * len(ranks), section.slow_rank, 0.0)
-            for rank in range(len(ranks)):
-                if self._is_lasting("slow-rank", rank, rank in slow):
-                    mine, usual = slow[rank]
-                    self._report(
-                        "slow-rank",
-                        f"step {step:,}: the other ranks wait for rank {rank} on {self.hosts[rank]}: it works "
-                        f"{timing(mine)} per step, they {timing(usual)}; look at its host, its data and its callbacks",
-                        rank=rank,
-                        host=self.hosts[rank],
-                        seconds=mine,
-                        others=usual,
-                    )
-                if self._is_lasting("slow-device", rank, rank in slow_devices):
-                    mine, usual = slow_devices[rank]
-                    self._report(
-                        "slow-rank",
-                        f"step {step:,}: the GPU of rank {rank} on {self.hosts[rank]} computes a matrix product in "
-                        f"{timing(mine)}, the others in {timing(usual)}; look at its clocks and temperature",
-                        rank=rank,
-                        host=self.hosts[rank],
-                        seconds=mine,
-                        others=usual,
-                    )
+            work = (
+                "the other ranks wait for rank {rank} on {host}: it works {mine} per step, they {usual}; look at its "
+                "host, its data and its callbacks"
+            )
+            device = (
+                "the GPU of rank {rank} on {host} computes a matrix product in {mine}, the others in {usual}; look at "
+                "its clocks and temperature"
+            )
+            for rank, host in enumerate(self.hosts):
+                for kind, found, text in (("slow-rank", slow, work), ("slow-device", slow_devices, device)):
+                    if self._is_lasting(kind, rank, rank in found):
+                        mine, usual = found[rank]
+                        what = text.format(rank=rank, host=host, mine=timing(mine), usual=timing(usual))
+                        self._report(
+                            "slow-rank", f"step {step:,}: {what}", rank=rank, host=host, seconds=mine, others=usual
+                        )
         if section.data_stall is not None:
             for rank, (total, waited, *_) in enumerate(ranks):
                 stalls = waited > section.data_stall * total and waited > STALL
