@@ -1,7 +1,8 @@
 """Initial weights: the value of each parameter depends on the seed and the parameter's name only.
 
-The value does not depend on the order of construction, the device or the sharding: each rank draws the full parameter
-and keeps its own shard. The schemes of `model.initialization` are:
+The value does not depend on the order of construction or the sharding, and between devices it differs by rounding only:
+each rank draws its own shard, with random numbers that are computed from their index (`counter_random`). The schemes of
+`model.initialization` are:
 
 | | embeddings | matrices | output projections (o_proj, down_proj) | head |
 | --- | --- | --- | --- | --- |
@@ -18,9 +19,9 @@ depth.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from weft.config.components import load_class
 from weft.config.model import ModelSection
 from weft.errors import UserError
+from weft.models.counter_random import fill_normal, fill_uniform
 from weft.models.decoder import Decoder
 from weft.models.layers.custom import custom_component_value, derive_seed
 from weft.models.roles import parameter_roles
@@ -52,14 +54,38 @@ def on_meta() -> Iterator[None]:
         yield
 
 
-def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns the full (unsharded) initial value of a parameter of the built-in decoder, on the CPU.
+class Part(NamedTuple):
+    """A rectangular part of a tensor, such as a rank's shard."""
+
+    start: Sequence[int]
+    """Index of the first element in the whole tensor, one number for each dimension."""
+    size: Sequence[int]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(first, first + count) for first, count in zip(self.start, self.size, strict=True))
+
+
+@torch.no_grad()
+def initial_value(
+    model: nn.Module,
+    name: str,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    part: Part | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Returns the initial value of a parameter of the built-in decoder, or a part of it.
 
     Args:
         model: the decoder, which determines shapes and the scheme. It can be on the meta device or sharded.
         name: name of the parameter in `model.named_parameters()`.
         seed: seed of the initial weights.
         dtype: dtype of the result. Values are drawn in float32 and cast.
+        part: the part of the parameter to return. Default: the full (unsharded) parameter. Only this part is drawn,
+            except for custom components and custom schemes, which return full values.
+        device: device of the result, on which it is drawn. Custom components and custom schemes draw on the CPU.
 
     Raises:
         UserError: a custom scheme returned a value that is not a tensor of the parameter's shape.
@@ -68,47 +94,56 @@ def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = t
         raise TypeError(
             f"{type(model).__name__} initializes itself; initialization schemes apply only to the built-in decoder"
         )
+    config, shape, role = model.config, model.get_parameter(name).shape, parameter_roles(model)[name]
+    part = part or Part([0] * len(shape), shape)
     custom = custom_component_value(model, name, seed)
     if custom is not None:
-        return custom.to(dtype)
-    config, shape, role = model.config, model.get_parameter(name).shape, parameter_roles(model)[name]
+        return custom[part.slices].to(device, dtype)
+    value = torch.empty(tuple(part.size), dtype=dtype, device=device)
     if role in ("norm", "bias"):
         module = model.get_submodule(name.rpartition(".")[0])
         constant: Any = module.initial_weight if role == "norm" and name.endswith("weight") else 0.0
-        return torch.full(shape, constant, dtype=dtype, device="cpu")
+        return value.fill_(constant)
+    tensor_seed = derive_seed(seed, name)
+    if config.initialization in SCHEMES:
+        fill, scale = SCHEMES[config.initialization](name, shape, role, config)
+        fill(value, scale, tensor_seed, part.start, shape)
+        return value
+    return value.copy_(_custom_scheme_value(config, name, shape, role, tensor_seed)[part.slices])
+
+
+def _custom_scheme_value(config: ModelSection, name: str, shape: torch.Size, role: str, seed: int) -> torch.Tensor:
+    """Returns the full value that the class of `model.initialization` draws."""
     generator = torch.Generator(device="cpu")
-    generator.manual_seed(derive_seed(seed, name))
-    chosen = config.initialization
-    scheme = SCHEMES[chosen] if chosen in SCHEMES else load_class(chosen, "initialization")()
-    value = scheme(name, shape, role, generator, config)
+    generator.manual_seed(seed)
+    value = load_class(config.initialization, "initialization")()(name, shape, role, generator, config)
     if not isinstance(value, torch.Tensor) or value.shape != shape:
         given = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise UserError(
-            f"model.initialization: {chosen} returned {given} for {name}; it must return a tensor of {tuple(shape)}"
+            f"model.initialization: {config.initialization} returned {given} for {name}; it must return a tensor of "
+            f"{tuple(shape)}"
         )
-    return value.to(dtype)
+    return value
 
 
-def _normal(
-    name: str, shape: torch.Size, role: str, generator: torch.Generator, config: ModelSection, divisor: float = 1.0
-) -> torch.Tensor:
-    return torch.empty(shape, device="cpu").normal_(0.0, config.initializer_range / divisor, generator=generator)
+# Schemes: each returns a function of `counter_random`, and the scale of its distribution.
 
 
-def _scaled(name: str, shape: torch.Size, role: str, generator: torch.Generator, config: ModelSection) -> torch.Tensor:
+def _normal(name: str, shape: torch.Size, role: str, config: ModelSection) -> tuple[Any, float]:
+    return fill_normal, config.initializer_range
+
+
+def _scaled(name: str, shape: torch.Size, role: str, config: ModelSection) -> tuple[Any, float]:
     divisor = math.sqrt(2 * config.num_hidden_layers) if name.endswith(OUTPUTS) else 1.0
-    return _normal(name, shape, role, generator, config, divisor)
+    return fill_normal, config.initializer_range / divisor
 
 
-def _muon_zero(
-    name: str, shape: torch.Size, role: str, generator: torch.Generator, config: ModelSection
-) -> torch.Tensor:
+def _muon_zero(name: str, shape: torch.Size, role: str, config: ModelSection) -> tuple[Any, float]:
     if role == "embedding":
-        return _normal(name, shape, role, generator, config)
+        return fill_normal, config.initializer_range
     if role == "head" or name.endswith(OUTPUTS):
-        return torch.zeros(shape, device="cpu")
-    bound = math.sqrt(3.0 / shape[-1])  # a uniform variable on (-a, a) has variance a^2 / 3
-    return torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator)
+        return fill_uniform, 0.0
+    return fill_uniform, math.sqrt(3.0 / shape[-1])  # a uniform variable on (-a, a) has variance a^2 / 3
 
 
 SCHEMES = {"normal": _normal, "scaled": _scaled, "muon_zero": _muon_zero}
@@ -118,7 +153,7 @@ SCHEMES = {"normal": _normal, "scaled": _scaled, "muon_zero": _muon_zero}
 def initialize(model: nn.Module, seed: int) -> None:
     """Fills all parameters and buffers of an unsharded decoder with their initial values."""
     for name, parameter in model.named_parameters():
-        parameter.copy_(initial_value(model, name, seed, dtype=parameter.dtype))
+        parameter.copy_(initial_value(model, name, seed, parameter.dtype, device=parameter.device))
     initialize_buffers(model, seed)
 
 

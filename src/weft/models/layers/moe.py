@@ -218,13 +218,15 @@ class Experts(nn.Module):
             rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype).unsqueeze(1)
             one_hot = ((rows < ends) & (rows >= F.pad(ends[:-1], (1, 0)))).to(x.dtype)  # [rows, experts]
             gate, up = gate + one_hot @ self.gate_bias, up + one_hot @ self.up_bias
-        if self.limit is None:
-            inner = self.activation(gate) * up
-        else:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-            inner = (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
-        out = expert_product(self, "down_proj", inner, ends)
+        out = expert_product(self, "down_proj", self.activate(gate, up), ends)
         return out if one_hot is None or self.down_bias is None else out + one_hot @ self.down_bias
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Returns the inputs of the down projection, for the outputs of the gate and up projections."""
+        if self.limit is None:
+            return self.activation(gate) * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
 
 
 def dispatch(
