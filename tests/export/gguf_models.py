@@ -39,6 +39,13 @@ MODELS = {
         "num_hidden_layers": 3, "sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     },
+    "gpt_oss": GROUPED | {
+        "family": "gpt_oss", "attention_sinks": True, "attention_bias": True, "head_dim": 32, "sliding_window": 32,
+        "sliding_window_pattern": 2, "rope_scaling": _YARN,
+        "moe": EXPERTS | {
+            "scoring_func": "softmax_of_chosen", "router_bias": True, "expert_bias": True, "swiglu_limit": 7.0
+        },
+    },
     "phi3": GROUPED | {"family": "phi3", "rope_scaling": _LONG},
     "granite": GROUPED | {
         "family": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0,

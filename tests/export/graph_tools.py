@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from graph_calls import CASES, compare, pair
+from graph_calls import CASES, compare, small
 from safetensors.torch import load_file
 
 import weft
@@ -64,9 +64,9 @@ def executorch(folders):
 
 def main(target, folder, family, shape=None):
     shape = shape or next(name for known, name in CASES if known == family)
-    theirs = pair(family, shape)[0]
+    theirs = small(family, shape)
     theirs.save_pretrained(folder / "hf")
-    if target == "executorch":
+    if target == "executorch":  # a program for each size of the batch
         made = {batch: folder / f"out-{batch}" for batch in (1, 3)}
         for batch, out in made.items():
             weft.export_model(folder / "hf", out, target, batch=batch)

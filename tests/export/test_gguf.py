@@ -388,3 +388,12 @@ def test_nothing_is_replaced_or_ignored(tmp_path, hf_folder, capsys):
         code, _, error = weft_command(capsys, "export", hf_folder, out, "--to", "gguf", *words)
         assert (code, error.count("\n"), part in error, out.exists()) == (2, 1, True, False), error
     assert (tmp_path / "model.Modelfile").read_text() == "FROM other"
+    weft.export_model(hf_folder, tmp_path / "LARGE.GGUF", "gguf")  # a file, too
+    assert (tmp_path / "LARGE.GGUF").read_bytes()[:4] == b"GGUF"
+    assert (tmp_path / "LARGE.Modelfile").read_text().startswith("FROM ./LARGE.GGUF\n")
+    assert read(tmp_path / "LARGE.GGUF")[0]["general.name"] == "LARGE"
+    code, _, error = weft_command(capsys, "generate", tmp_path / "LARGE.GGUF", "Ka")
+    assert (code, error) == (2, f"{tmp_path}/LARGE.GGUF: this is a file; import it: weft import {tmp_path}/LARGE.GGUF "
+                                "OUT\n")  # fmt: skip
+    code, _, error = weft_command(capsys, "import", tmp_path / "LARGE.Modelfile", tmp_path / "in")
+    assert (code, "LARGE.Modelfile: this is a file; give" in error) == (2, True)

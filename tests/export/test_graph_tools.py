@@ -13,7 +13,9 @@ from weft.errors import UserError
 
 HERE = Path(__file__).parent
 PACKAGES = {"stablehlo": "torchax", "tvm": "tvm", "executorch": "executorch"}
-CASES = [("stablehlo", "Llama"), ("tvm", "Llama"), ("tvm", "Gemma2"), ("executorch", "Llama")]
+# Rotary and learned positions, sliding windows and soft-caps, norms of queries, parallel residuals, biases, experts.
+FAMILIES = ("Llama", "Gemma2", "Qwen3", "GPT2", "GPTNeoX", "Mixtral")
+CASES = [*((target, family) for target in PACKAGES for family in FAMILIES), ("stablehlo", "GptOss")]
 
 
 @pytest.mark.export

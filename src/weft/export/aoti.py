@@ -9,6 +9,7 @@ import torch
 
 from weft.errors import UserError
 from weft.export.graph import new_graph_folder, open_graph
+from weft.export.lowering import lowering
 from weft.formatting import byte_size
 from weft.observe.console import Console
 from weft.torch_private import compile_package
@@ -34,5 +35,7 @@ def export(source: Path, out: Path, console: Console, *, dtype: str | torch.dtyp
     cache = " ".join(f"{heads}x{size}" for heads, size in graph.module.cache_shapes())
     metadata = {"cache": cache, "dtype": description["inputs"][-1]["dtype"]}
     with new_graph_folder(out, graph, description) as folder:
-        compile_package(graph.capture(), folder / "model.pt2", metadata)
+        program = graph.capture()
+        with lowering("aoti", "use --to torch"):
+            compile_package(program, folder / "model.pt2", metadata)
     return f"AOTInductor package, {byte_size(graph.bytes)} of weights"

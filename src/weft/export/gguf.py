@@ -32,12 +32,12 @@ from weft.export.hf import ExportedModel
 from weft.export.k_quants import K_QUANTS, quantize_file, require_quantizer
 from weft.export.merge_adapter import merged_run
 from weft.export.modelfile import modelfile
-from weft.files import hidden_folder, refuse_existing, report_write_errors
+from weft.files import hidden_folder, refuse_existing, report_write_errors, sync_tree
 from weft.formatting import counted
 from weft.observe.console import Console
 
 FAMILIES = (
-    "gemma2, gemma3, gpt2, gpt_neox, granite, llama, mistral, mixtral, mpt, olmo2, olmoe, phi3, qwen2, qwen3, "
+    "gemma2, gemma3, gpt2, gpt_neox, gpt_oss, granite, llama, mistral, mixtral, mpt, olmo2, olmoe, phi3, qwen2, qwen3, "
     "qwen3_moe, smollm3, starcoder2."
 )
 # The names of types -> GGUF's names of the tensor type, and numbers of the file type.
@@ -46,7 +46,7 @@ TYPES = {
     "q4_1": ("Q4_1", 3), "q5_0": ("Q5_0", 8), "q5_1": ("Q5_1", 9),
 }  # fmt: skip
 SUFFIX = ".gguf"
-_KEPT = ("position_embd.", ".ffn_gate_inp.")  # read as float32 by llama.cpp
+_KEPT = ("position_embd.", ".ffn_gate_inp.", "_exps.bias")  # read as float32 by llama.cpp
 _ENDS = ("token_embd.weight", OUTPUT)
 
 
@@ -279,7 +279,7 @@ def _encoded(one: StoredTensor) -> np.ndarray:
 
 def _model_name(out: Path) -> str:
     """Returns the model's name: the name of the output. llama.cpp changes special tokens of models named "phi3"."""
-    name = out.name.removesuffix(SUFFIX) or "model"
+    name = out.stem if out.suffix.lower() == SUFFIX else out.name
     return re.sub(r"(phi)-?(3)", r"\1 \2", name, flags=re.IGNORECASE)
 
 
@@ -293,7 +293,7 @@ def _place(
         size: number of bytes of the tensors.
         written: the first attributes of the result.
     """
-    if out.suffix != SUFFIX:
+    if out.suffix.lower() != SUFFIX:
         with new_folder(out, size) as folder:
             write(folder / "model.gguf")
             if text is not None:
@@ -310,6 +310,8 @@ def _place(
         bytes = (folder / out.name).stat().st_size
         if text is not None:
             (folder / beside.name).write_text(f"FROM ./{out.name}\n{text}", encoding="utf-8")
+        sync_tree(folder)
+        if text is not None:
             (folder / beside.name).rename(beside)
         (folder / out.name).rename(out)
     return WrittenFile(*written, bytes)

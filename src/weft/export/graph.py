@@ -18,8 +18,9 @@ The cache of latent attention consists of the latents `[batch, 1, past, kv_lora_
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ class DecoderGraph(nn.Module):
         self.decoder = decoder.eval().requires_grad_(False)
         for module in decoder.modules():
             if isinstance(module, MixtureOfExperts):
-                module.dispatch, module.experts.product = dispatch_to_all, product_of_all
+                module.dispatch = dispatch_to_all
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, *past: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the decoder; arguments and results are as in the description of this module."""
@@ -155,18 +156,21 @@ def dispatch_to_all(
     Args:
         dropped: always None, because no token is dropped outside of training.
     """
-    tokens, count = x.shape[0], experts.num_experts
-    rows = x.unsqueeze(0).expand(count, -1, -1).reshape(count * tokens, -1)
-    ends = (torch.arange(1, count + 1, device=x.device) * tokens).to(torch.int32)
-    out = experts(rows, ends).view(count, tokens, -1)
-    shares = torch.zeros(tokens, count, dtype=weights.dtype, device=x.device).scatter(1, chosen, weights)
-    return (out * shares.T.unsqueeze(-1)).sum(0)
+    rows = x.expand(experts.num_experts, -1, -1)  # [experts, tokens, hidden]
+    gate = linear_of_all(rows, experts.gate_proj, experts.gate_bias)
+    up = linear_of_all(rows, experts.up_proj, experts.up_bias)
+    out = linear_of_all(experts.activate(gate, up), experts.down_proj, experts.down_bias)
+    shares = torch.zeros(x.shape[0], experts.num_experts, dtype=weights.dtype, device=x.device)
+    return (out * shares.scatter(1, chosen, weights).T.unsqueeze(-1)).sum(0)
 
 
-def product_of_all(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Computes `weft.kernels.grouped.grouped_linear` for experts that all have the same number of rows."""
-    count = weight.shape[0]
-    return torch.bmm(x.view(count, -1, x.shape[1]), weight.mT).view(x.shape[0], -1)
+def linear_of_all(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Applies the linear layer of each expert to `x` `[experts, tokens, in]`; returns `[experts, tokens, out]`.
+
+    No dimension is split or merged, which would fix its size in a graph.
+    """
+    out = torch.bmm(x, weight.mT)
+    return out if bias is None else out + bias.unsqueeze(1)
 
 
 @dataclass
@@ -205,8 +209,10 @@ class GraphSource:
         """
         shapes = self.module.dynamic_shapes(largest) if sizes is None else None
         example = sizes or (EXAMPLE if largest is None else EXAMPLE._replace(batch=largest.batch))
+        inputs = self.module.inputs(example)
         try:
-            program = torch.export.export(self.module, self.module.inputs(example), dynamic_shapes=shapes, strict=False)
+            with redirect_stderr(io.StringIO()):  # it prints the graph when it fails
+                program = torch.export.export(self.module, inputs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             custom = [f"{key}: {value}" for key in _CUSTOM if ":" in (value := getattr(self.section, key))]
             if not custom:
@@ -216,6 +222,9 @@ class GraphSource:
                 f"{str(error).strip().splitlines()[0]}); use only tensor operations in the component",
                 self.path / files.MODEL,
             ) from error
+        for node in program.graph.nodes:
+            if node.target is torch.ops.aten.exp2.default:  # of ALiBi; not an operator of Core ATen
+                node.target, node.args = torch.ops.aten.pow.Scalar, (2.0, *node.args)
         program.graph.eliminate_dead_code()
         return program
 

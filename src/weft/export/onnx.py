@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from weft.checkpoint.huggingface.import_model import parse_dtype
 from weft.checkpoint.tensor_file import dtype_name
 from weft.errors import UserError
 from weft.export.graph import input_names, new_graph_folder, open_graph, output_names
+from weft.export.lowering import lowering
 from weft.formatting import byte_size
 from weft.observe.console import Console
 
@@ -47,8 +47,7 @@ def export(source: Path, out: Path, console: Console, *, dtype: str | torch.dtyp
     level = logger.level
     logger.setLevel(logging.ERROR)  # its warnings are about torchvision
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of deprecated functions that the exporter itself calls
+        with lowering("onnx", "use --to torch"):
             made = torch.onnx.export(
                 program, (), input_names=names[0], output_names=names[1], dynamo=True, verbose=False,
                 dynamic_shapes=graph.module.dynamic_shapes(),

@@ -11,6 +11,7 @@ import torch
 
 from weft.errors import UserError
 from weft.export.graph import new_graph_folder, open_graph, write_weights
+from weft.export.lowering import lowering
 from weft.formatting import byte_size
 from weft.observe.console import Console
 
@@ -39,13 +40,15 @@ def export(
         raise UserError(f"--platform {platform}: not a platform; use one of {', '.join(_PLATFORMS)}")
     jax, to_jax = _libraries()
     graph = open_graph(source, "stablehlo", dtype)
-    weights, function = to_jax(graph.capture())
+    program = graph.capture()
     batch, seq, past = jax.export.symbolic_shape("batch, seq, past")
     kind = jax.numpy.dtype(str(graph.module.dtype).removeprefix("torch."))
     ids = jax.ShapeDtypeStruct((batch, seq), "int32")
     cache = [jax.ShapeDtypeStruct((batch, heads, past, size), kind) for heads, size in graph.module.cache_shapes()]
-    shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), weights)
-    exported = jax.export.export(jax.jit(function), platforms=[platform])(shapes, (ids, ids, *cache))
+    with lowering("stablehlo", "use --to onnx"):
+        weights, function = to_jax(program)
+        shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), weights)
+        exported = jax.export.export(jax.jit(function), platforms=[platform])(shapes, (ids, ids, *cache))
     description = graph.description("stablehlo")
     for entry in description["inputs"][:2]:
         entry["dtype"] = "int32"

@@ -9,10 +9,11 @@ import torch
 
 from weft.errors import UserError
 from weft.export.graph import new_graph_folder, open_graph, write_weights
+from weft.export.lowering import lowering
 from weft.formatting import byte_size
 from weft.observe.console import Console
 
-FAMILIES = "all, with components that torch.export can capture; the page of this format says which were tried."
+FAMILIES = "all but mpt, with components that torch.export can capture; the page of this format says which were tried."
 _MOST = 2**31 - 1
 
 
@@ -45,14 +46,11 @@ def export(
         # TVM converts a missing bound to infinity, also for integers.
         if node.target is torch.ops.aten.clamp.default and len(node.args) == 2 and isinstance(node.args[1], int):
             node.args = (*node.args, _MOST)
-    module = from_exported_program(program, keep_params_as_input=True)
-    module["main"] = _one_past(module["main"], len(graph.module.cache_shapes()))
-    module, parameters = relax.frontend.detach_params(relax.transform.Normalize()(module))
-    try:
+    with lowering(f"tvm (target {target!r})", "use --to onnx"):
+        module = from_exported_program(program, keep_params_as_input=True)
+        module["main"] = _one_past(module["main"], len(graph.module.cache_shapes()))
+        module, parameters = relax.frontend.detach_params(relax.transform.Normalize()(module))
         compiled = compile_module(module, target=target)
-    except (ValueError, RuntimeError) as error:  # all errors of TVM are RuntimeErrors
-        what = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise UserError(f"--to tvm: TVM cannot compile this model for {target!r} ({what}); use --to onnx") from error
     weights = parameters["main"]
     with new_graph_folder(out, graph, graph.description("tvm") | {"weights": len(weights)}) as folder:
         compiled.export_library(str(folder / "model.so"))

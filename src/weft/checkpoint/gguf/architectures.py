@@ -23,7 +23,7 @@ _WINDOW_KEY = {"sliding_window": "attention.sliding_window"}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
 
 # GGUF's name of a tensor, without `.weight` and `.bias` -> Weft's names of the modules, or of single tensors; several
-# are concatenated.
+# are concatenated. The name of a bias that is a single tensor ends with `.bias`.
 Tensors = Mapping[str, tuple[str, ...]]
 
 
@@ -46,6 +46,7 @@ _EXPERTS = _layer(
     ffn_gate_inp="mlp.router", ffn_gate_exps="mlp.experts.gate_proj", ffn_up_exps="mlp.experts.up_proj",
     ffn_down_exps="mlp.experts.down_proj",
 )  # fmt: skip
+_EXPERT_BIASES = _layer(**{f"ffn_{one}_exps.bias": f"mlp.experts.{one}_bias" for one in ("gate", "up", "down")})
 _LLAMA = _ENDS | _NORMS | _QKV | _GATED
 _ALL_BIASES, _NO_BIASES = {"attention_bias": (False, True)}, {"attention_bias": (False,)}
 
@@ -150,6 +151,17 @@ ARCHITECTURES = {
             "rope_local_base_freq": "rope.freq_base_swa",
         },
         {**_GEMMA, "qk_norm": True}, windows=True, activations=("gelu_tanh",), scalings=("linear",),
+    ),
+    "gpt_oss": Architecture(
+        "gpt-oss", "gpt_oss",
+        _ENDS | _QKV | _EXPERTS | _EXPERT_BIASES
+        | _layer(attn_norm="attention_norm", post_attention_norm="mlp_norm", attn_sinks="attention.attend.sinks"),
+        {**_ROTARY, **_EXPERT_KEYS, "moe.moe_intermediate_size": "expert_feed_forward_length", **_WINDOW_KEY},
+        always={
+            "attention_bias": True, "attention_sinks": True, "moe.scoring_func": "softmax_of_chosen",
+            "moe.router_bias": True, "moe.expert_bias": True, "moe.swiglu_limit": 7.0,
+        },
+        limits={"attention_bias": (True,), "moe.swiglu_limit": (7.0,)}, own_output=True, windows=True,
     ),
     "phi3": Architecture("phi3", "phi3", _PHI3, square=True, scalings=_LONG),
     "granite": Architecture(

@@ -15,7 +15,7 @@ from weft.errors import UserError
 from weft.models.huggingface_weights import to_config_json
 
 NO_CAP = 1e6  # a soft cap that changes no logit; Gemma 2 always has caps in llama.cpp
-_PATTERN = {"gemma2": 2, "gemma3": 6}  # llama.cpp's intervals of layers without sliding window
+_PATTERN = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}  # llama.cpp's intervals of layers without sliding window
 _CAPS = {"attn_logit_softcapping": 50.0, "logit_softcap": 30.0}  # llama.cpp's default for Gemma 2
 _WINDOW_PATTERN, _VALUE_LENGTH = "attention.sliding_window_pattern", "attention.value_length"
 _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -104,7 +104,7 @@ def _window_metadata(
     if window is None:
         if kind.name == "gemma3":
             return local
-        window = keys["max_position_embeddings"]  # Gemma 2 always has a window in llama.cpp
+        window = keys["max_position_embeddings"]  # Gemma 2 and gpt-oss always have a window in llama.cpp
     usual = [(layer + 1) % _PATTERN[kind.name] != 0 for layer in range(len(slides))]
     pattern = {} if slides == usual else {_WINDOW_PATTERN: slides}
     return {name: window, **pattern, **local}
@@ -174,20 +174,19 @@ def _read_constants(kind: Architecture, keys: Mapping[str, Any], given: Mapping[
             what = f"the metadata key {kind.name}.rope.dimension_count is {rotary}"
             raise UserError(f"{what}, not an even number of at most {head}; download the file again")
         found["partial_rotary_factor"] = rotary / head
-    if not kind.name.startswith("gemma"):
-        return found
-    resolved = ModelSection(**keys).resolved()
-    found["embedding_multiplier"] = keys["hidden_size"] ** 0.5
-    found["attention_multiplier"] = kind.attention_scale(resolved)
+    gemma = kind.name.startswith("gemma")
+    if gemma:
+        found["embedding_multiplier"] = keys["hidden_size"] ** 0.5
+        found["attention_multiplier"] = kind.attention_scale(ModelSection(**keys).resolved())
     if kind.name == "gemma2":
         caps = {key: keys.get(key, default) for key, default in _CAPS.items()}
         found |= {key: None if cap >= NO_CAP else cap for key, cap in caps.items()}
-    if "sliding_window" in keys:
+    if kind.windows and "sliding_window" in keys:
         pattern = given.get(_WINDOW_PATTERN, _PATTERN[kind.name])
         if isinstance(pattern, list):
             found["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
         else:
             found["sliding_window_pattern"] = pattern
-    else:
+    elif gemma:
         found["rope_local_base_freq"] = None
     return found

@@ -29,14 +29,15 @@ def tensor_names(section: ModelSection, kind: Architecture) -> dict[str, tuple[s
         generic = name.replace(f"layers.{layer}.", "layers.{n}.", 1) if layer else name
         module, _, ending = generic.rpartition(".")
         if generic in places:  # a single tensor, such as stacked experts
-            module, ending, suffix = generic, "weight", ""
+            module, suffix = generic, ""
+            ending = "bias" if places[generic][0].endswith(".bias") else "weight"
         elif module in places:
             suffix = f".{ending}"
         else:
             raise UserError(f"{name}: llama.cpp's architecture {kind.name} has no such tensor; use --to hf")
         stem, parts = places[module]
         ours = tuple(part.replace("{n}", layer) + suffix for part in parts)
-        found[f"{stem.replace('{n}', layer)}.{ending}"] = ours
+        found[f"{stem.removesuffix('.bias').replace('{n}', layer)}.{ending}"] = ours
     if kind.own_output:
         found.setdefault(OUTPUT, (EMBEDDING,))
     return found
