@@ -1,0 +1,95 @@
+"""Texts about plans for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.formatting import byte_size, duration
+from weft.planner.parallelize.placements import placement_text
+
+ROOT = "(all)"  # the pattern "" matches the module itself
+TOPICS = {
+    "parameters": "parameters, split over tp",
+    "inputs": "redistributed where a module begins",
+    "outputs": "redistributed where a module ends",
+    "islands": "on plain tensors (cannot be captured)",
+}
+
+
+def explain(plan: Any) -> str:
+    """Returns the mesh, the predictions and the tables of a plan, one line for each pattern, with reason and cost."""
+    lines = [f"mesh       dp {plan.dp} x tp {plan.tp} = {plan.devices} devices"]
+    if plan.notes.get("hardware"):
+        lines.append(f"hardware   {plan.notes['hardware']}")
+    how = "sharded over dp" if plan.shard_parameters and plan.dp > 1 else "replicated over dp"
+    lines.append(f"parameters {how}" + (", split over tp as below" if plan.parameters else ""))
+    lines += _predictions(plan.prediction)
+    if plan.recompute:
+        lines.append(f"recompute  {', '.join(plan.recompute)}: activations are computed again in backward")
+    for topic, title in TOPICS.items():
+        table = getattr(plan, topic)
+        if not table:
+            continue
+        lines += ["", title]
+        width = max(len(pattern or ROOT) for pattern in table)
+        for pattern, value in table.items():
+            text = value if isinstance(value, str) else placement_text(value)
+            lines.append(f"  {pattern or ROOT:{width}}  {text:12}  {plan.notes.get(f'{topic} {pattern}', '')}".rstrip())
+    if plan.notes.get("searched"):
+        lines += ["", f"searched   {plan.notes['searched']}"]
+    return "\n".join(lines)
+
+
+def _predictions(found: Mapping[str, float]) -> list[str]:
+    lines = []
+    if "step_seconds" in found:
+        parts = [
+            f"{name} {duration_text(found[key])}"
+            for name, key in (("compute", "compute_seconds"), ("tp", "tp_seconds"), ("dp", "dp_seconds"))
+            if key in found
+        ]
+        lines.append(f"step       {duration_text(found['step_seconds'])} predicted ({', '.join(parts)})")
+    if "memory_bytes" in found:
+        states = found.get("state_bytes", 0.0)
+        lines.append(
+            f"memory     {byte_size(found['memory_bytes'])} of each device ({byte_size(states)} parameters, gradients, "
+            f"moments; {byte_size(found['memory_bytes'] - states)} activations)"
+        )
+    if found.get("optimality_gap", 0.0) > 1e-6:
+        lines.append(f"gap        the best plan is at most {100 * found['optimality_gap']:.2g}% faster (time limit)")
+    return lines
+
+
+def duration_text(seconds: float) -> str:
+    """Returns a predicted time: `12.3 ms`, `1.2 s`."""
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.3g} us"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else duration(seconds) if seconds >= 100 else f"{seconds:.3g} s"
+
+
+def difference(one: Any, two: Any) -> list[str]:
+    """Returns what two plans do differently, one line for each difference; an empty list if nothing."""
+    lines = []
+    for name in ("dp", "tp", "shard_parameters", "recompute", "structure"):
+        first, second = getattr(one, name), getattr(two, name)
+        if first != second:
+            lines.append(f"{name}: {_plain(first)} -> {_plain(second)}")
+    for topic in TOPICS:
+        first, second = getattr(one, topic), getattr(two, topic)
+        for pattern in dict.fromkeys([*first, *second]):
+            if first.get(pattern) != second.get(pattern):
+                lines.append(f"{topic}: {pattern}: {_plain(first.get(pattern))} -> {_plain(second.get(pattern))}")
+    for name in ("step_seconds", "memory_bytes"):
+        if name in one.prediction and name in two.prediction and one.prediction[name] != two.prediction[name]:
+            show = duration_text if name == "step_seconds" else byte_size
+            lines.append(f"{name}: {show(one.prediction[name])} -> {show(two.prediction[name])}")
+    return lines
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return str(value) if isinstance(value, int | str) else placement_text(value)

@@ -1,0 +1,210 @@
+"""Seconds and bytes of strategies on a mesh, from a hardware file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from weft.planner.communication import Group, Links
+from weft.planner.compute import BACKWARD_EFFICIENCY, Costs
+from weft.planner.hardware import Hardware
+from weft.planner.parallelize.graph import Meta
+from weft.planner.parallelize.solve import Option
+from weft.planner.parallelize.solve import State as Offer
+from weft.planner.parallelize.space import Space
+from weft.planner.parallelize.steps import Step, Strategy
+from weft.planner.parallelize.strategies import ATTENTION, TRIED, State, fits
+from weft.planner.parallelize.watch import Move, Placed, Work
+
+STATE_COPIES = 4.0  # parameter, gradient and the two moments of Adam
+TINY = 1e-9  # seconds by which a redistribution or a sharded parameter is worse, so that ties are broken the same way
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan decides for the model as a unit.
+
+    Attributes:
+        dp: number of ranks of the data axis.
+        tp: number of ranks of the tensor axis.
+        recompute: whether repeated blocks are recomputed in backward.
+        shard: whether parameters are sharded over `dp`.
+    """
+
+    dp: int
+    tp: int
+    recompute: bool = False
+    shard: bool = True
+
+
+@dataclass
+class Parts:
+    """Seconds and bytes of a strategy, for all calls of its step.
+
+    Attributes:
+        compute: seconds of computation.
+        tp: seconds of collectives over `tp`.
+        dp: seconds of collectives over `dp`.
+        states: bytes of a parameter, its gradient and the moments of Adam.
+        activations: bytes that are saved for backward.
+    """
+
+    compute: float = 0.0
+    tp: float = 0.0
+    dp: float = 0.0
+    states: float = 0.0
+    activations: float = 0.0
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+
+class Prices:
+    """Prices of the strategies of a space for one setting.
+
+    Args:
+        space: the steps.
+        hardware: the hardware file.
+        setting: mesh and memory options.
+        dtype: name of the dtype of most floating-point operations.
+    """
+
+    def __init__(self, space: Space, hardware: Hardware, setting: Setting, dtype: str):
+        self.space, self.setting = space, setting
+        self.links, self.costs = Links(hardware), Costs(hardware, dtype)
+        self.blocks = {repeat.paths[0] for repeat in space.graph.repeats}
+        self.dp, self.tp = Group(setting.dp, setting.tp), Group(setting.tp)
+
+    @cached_property
+    def rows(self) -> list[bool]:
+        """For each step, whether its tensors have the rows of the batch, so that `dp` shards them."""
+        found: list[bool] = []
+        for step in self.space.steps:
+            if step.kind == "input":
+                meta = step.outputs[0]
+                found.append(meta is not None and bool(meta.shape) and meta.shape[0] % self.setting.dp == 0)
+            else:
+                found.append(any(found[ref.node] for ref in step.inputs))
+        return found
+
+    def options(self, place: int) -> list[tuple[Option, Strategy]]:
+        """Returns the options of a step on this mesh, with their strategies."""
+        step = self.space.steps[place]
+        inputs = [(self.space.meta(ref)) for ref in step.inputs]
+        return [
+            (self._option(place, step, strategy), strategy)
+            for strategy in step.strategies
+            if self._possible(inputs, strategy.inputs) and self._possible(step.outputs, strategy.outputs)
+        ]
+
+    def _possible(self, metas: Sequence[Meta | None], states: Sequence[State | None]) -> bool:
+        if self.setting.tp == 1:  # nothing to shard
+            return all(state is None or isinstance(state.forward[0], Replicate) for state in states)
+        return all(
+            meta is None or state is None or fits(meta, state.forward, self.setting.tp)
+            for meta, state in zip(metas, states, strict=True)
+        )
+
+    def inside(self, step: Step) -> bool:
+        """Whether a step is in a repeated block."""
+        return any(path in self.blocks for path in step.node.modules) or step.node.name in self.blocks
+
+    def _option(self, place: int, step: Step, strategy: Strategy) -> Option:
+        parts = self.parts(place, strategy)
+        return Option(
+            tuple(Offer(state.forward, state.partial) for state in strategy.inputs),
+            tuple(None if state is None else Offer(state.forward, state.partial) for state in strategy.outputs),
+            parts.compute + parts.tp + parts.dp + TINY * strategy.moved,
+            parts.states + parts.activations,
+        )
+
+    def parts(self, place: int, strategy: Strategy) -> Parts:
+        """Returns the seconds and bytes of a strategy of a step."""
+        step = self.space.steps[place]
+        rows, again = self.rows[place], self.setting.recompute and self.inside(step)
+        if step.kind == "parameter":
+            state = strategy.outputs[0]
+            assert state is not None
+            found = self.parameter(step, state, again=again)
+        else:
+            repeats = 2 if again else 1
+            found = Parts(
+                compute=self.seconds(step, strategy.forward, step.full_forward, rows) * repeats
+                + self.seconds(step, strategy.backward, step.full_backward, rows, back=True),
+                tp=sum(self.move(one, rows) for one in strategy.forward.moves) * repeats
+                + sum(self.move(one, rows) for one in strategy.backward.moves),
+                activations=0.0 if again else self.saved(step, strategy, rows),
+            )
+        return Parts(*(getattr(found, one.name) * step.node.times for one in fields(found)))
+
+    # ---- operations
+
+    def share(self, local: float, full: float) -> float:
+        """Returns the fraction of work that one rank has, from the work on the mesh of trials and without sharding."""
+        if not full:
+            return 1.0
+        split = min(1.0, max(0.0, (1 - local / full) / (1 - 1 / TRIED)))
+        return 1 - split * (1 - 1 / self.setting.tp)
+
+    def seconds(self, step: Step, work: Work, full: Work, rows: bool, *, back: bool = False) -> float:
+        """Returns the seconds of a step's computation on one rank."""
+        ranks = self.setting.dp if rows else 1
+        flops = full.flops * self.share(work.flops, full.flops) / ranks
+        moved = self.costs.moved(full.bytes * self.share(work.bytes, full.bytes) / ranks)
+        if not flops:
+            return moved
+        if str(step.node.target) == ATTENTION:
+            rate = self.costs.peak * self.costs.device.attention_efficiency * (BACKWARD_EFFICIENCY if back else 1.0)
+            return max(flops / rate, moved)
+        size = (flops / 2 / max(1, full.products)) ** (1 / 3)
+        rate = self.costs.rates[self.costs.dtype] * size / (size + self.costs.half)
+        return max(flops / rate, moved)
+
+    def move(self, move: Move, rows: bool) -> float:
+        """Returns the seconds of a redistribution over `tp`."""
+        size = move.meta.bytes / (self.setting.dp if rows else 1)
+        one, two = move.source[0], move.target[0]
+        if isinstance(one, Shard):
+            if isinstance(two, Shard):
+                return self.links.seconds("all_to_all", size / self.setting.tp, self.tp)
+            return self.links.seconds("all_gather", size, self.tp)
+        if isinstance(one, Partial) and not isinstance(two, Partial):
+            return self.links.seconds("reduce_scatter" if isinstance(two, Shard) else "all_reduce", size, self.tp)
+        return 0.0
+
+    def saved(self, step: Step, strategy: Strategy, rows: bool) -> float:
+        """Returns the bytes that a rank keeps of a step's results until backward."""
+        if step.kind in ("enter", "leave") and not strategy.moved:
+            return 0.0
+        total = step.extra * self.share(strategy.forward.bytes, step.full_forward.bytes)
+        for index in step.kept:
+            meta, state = step.outputs[index], strategy.outputs[index]
+            if meta is not None and state is not None and step.kind != "buffer":
+                total += meta.bytes * self.held(state.forward)
+        return total / (self.setting.dp if rows else 1)
+
+    def held(self, placed: Placed) -> float:
+        """Returns the fraction of a tensor that one rank of `tp` has."""
+        return 1 / self.setting.tp if isinstance(placed[0], Shard) else 1.0
+
+    # ---- parameters
+
+    def parameter(self, step: Step, state: State, *, again: bool) -> Parts:
+        """Returns the collectives of a parameter in a step of training, and its bytes on a rank."""
+        meta, trained = step.outputs[0], step.trained[0]
+        assert meta is not None
+        size = meta.bytes * self.held(state.forward)
+        sharded = self.setting.shard and bool(meta.shape)
+        found = Parts()
+        if trained and state.partial[0]:
+            found.tp = self.links.seconds("all_reduce", size, self.tp)
+        if sharded:
+            found.dp = self.links.seconds("all_gather", size, self.dp) * (3 if again else 2 if trained else 1)
+        if trained:
+            found.dp += self.links.seconds("reduce_scatter" if sharded else "all_reduce", size, self.dp)
+        found.states = size * (STATE_COPIES if trained else 1.0) / (self.setting.dp if sharded else 1)
+        return found

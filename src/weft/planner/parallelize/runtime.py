@@ -1,0 +1,249 @@
+"""Runs a plain module on a mesh, with DTensors, as the tables of a plan specify.
+
+The mesh has the axes `dp` and `tp`. The rows of inputs are sharded over `dp`, parameters over both axes. All tensors
+are DTensors on the mesh, so each operation computes what it computes on one device, for all plans. Parameters are
+gathered over `dp` while their module runs, and again for backward (SimpleFSDP; Zhang et al., 2024).
+
+This file, and those of this package that it imports, import only PyTorch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+from weft.planner.parallelize.axes import placements_on, ranks_of, replicated_on, with_placement
+from weft.planner.parallelize.containers import batch_rows, first_float, map_objects, map_tensors
+from weft.planner.parallelize.functions import Functions
+from weft.planner.parallelize.islands import isolate
+from weft.planner.parallelize.materialize import materialize
+from weft.planner.parallelize.torch_private import (
+    parameters_of,
+    quiet_redistribution,
+    refresh_flat_weights,
+    replicate_what_has_no_rule,
+    storage_of,
+)
+
+Placements = Sequence[Placement]
+Around = Callable[..., Any]  # (forward, *args, **kwargs) -> result
+
+
+class Runtime:
+    """The tables of a plan for a mesh, which `apply` carries out on a module.
+
+    Args:
+        mesh: a mesh with the axes `dp` and `tp`, or one of them.
+        parameters: pattern of parameter names -> placement over `tp`; the others are replicated over `tp`.
+        inputs: pattern of module names -> placement over `tp` of the first floating-point input of the module.
+        outputs: pattern of module names -> placement over `tp` of the first floating-point output of the module.
+        islands: pattern of module names -> `rows` or `whole`: the module runs on plain tensors with the rank's rows, or
+            with all rows. For modules with operators that DTensor cannot run, such as those with data-dependent shapes.
+        recompute: patterns of names of modules whose activations are recomputed in backward.
+        shard_parameters: whether parameters are sharded over `dp`; otherwise, they are replicated.
+        local_inputs: whether each data rank passes its own rows instead of all rows.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        parameters: Mapping[str, Placement],
+        inputs: Mapping[str, Placement],
+        outputs: Mapping[str, Placement],
+        islands: Mapping[str, str],
+        recompute: Sequence[str] = (),
+        shard_parameters: bool = True,
+        local_inputs: bool = False,
+    ):
+        self.mesh, self.dp = mesh, ranks_of(mesh, "dp")
+        self.parameters, self.inputs, self.outputs, self.islands = parameters, inputs, outputs, islands
+        self.recompute, self.shard_parameters, self.local_inputs = recompute, shard_parameters, local_inputs
+        self.gathered: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
+        self.mode = Functions(mesh, self.gather)
+
+    def apply(
+        self, model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None, without_data: bool = False
+    ) -> nn.Module:
+        """Makes the parameters of a module DTensors, and its forward run on the mesh. Returns the module.
+
+        Args:
+            model: the module; parameters that are not on the meta device must be equal on all ranks.
+            state_dict: full tensors by name that replace parameters and buffers.
+            without_data: leaves tensors on the meta device where they are.
+        """
+        quiet_redistribution()
+        replicate_what_has_no_rule()
+        materialize(model, self.mesh, self._stored, None if without_data else state_dict or {})
+        for name, module in list(model.named_modules()):
+            self._wrap(name, module)
+        wrap(model, self._convert)
+        return model
+
+    # ---- parameters
+
+    def _stored(self, name: str, shape: Sequence[int]) -> list[Placement]:
+        """Returns the placements of a stored parameter: over `dp`, it is sharded in a dimension that `tp` leaves whole.
+
+        The first dimension that `dp` divides is chosen, or else the largest.
+        """
+        tp = match(name, self.parameters) or Replicate()
+        free = [dim for dim in range(len(shape)) if not (isinstance(tp, Shard) and tp.dim == dim)]
+        if not self.shard_parameters or not free or self.dp == 1:
+            return placements_on(self.mesh, Replicate(), tp)
+        even = [dim for dim in free if shape[dim] % self.dp == 0]
+        dim = even[0] if even else max(free, key=lambda dim: shape[dim])
+        return placements_on(self.mesh, Shard(dim), tp)
+
+    def gather(self, parameter: Any) -> Any:
+        """Returns a stored parameter, gathered over `dp`. Its gradient has the placements of the parameter."""
+        if not isinstance(parameter, DTensor):
+            return parameter
+        full = Gather.apply(parameter)
+        if full.placements != parameter.placements:
+            self.gathered[storage_of(full)] = parameter.detach()
+        return full
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Replaces a gathered parameter (or a view of one) that autograd saves by what is needed to gather it again."""
+        parameter = self.gathered.get(storage_of(tensor)) if isinstance(tensor, DTensor) else None
+        if parameter is None:
+            return tensor
+        assert isinstance(tensor, DTensor)
+        with torch.no_grad():
+            local = tensor.to_local()
+        view = local.size(), local.stride(), local.storage_offset()
+        return parameter, view, (tensor.placements, tensor.size(), tensor.stride())
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Returns the tensor that `pack` replaced."""
+        if not isinstance(packed, tuple):
+            return packed
+        parameter, view, (placements, shape, strides) = packed
+        with torch.no_grad():
+            local = full_over_dp(parameter).to_local().as_strided(*view)
+            return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=strides)
+
+    # ---- modules
+
+    def _wrap(self, name: str, module: nn.Module) -> None:
+        how = match(name, self.islands)
+        if how is not None:
+            wrap(module, lambda *args, **kwargs: isolate(self.mode, module, how, *args, **kwargs))
+        elif parameters_of(module):
+            wrap(module, lambda *args, **kwargs: self._with_parameters(module, *args, **kwargs))
+        wrap(module, self.mode.within)  # also where a checkpointed block runs again, in backward
+        inputs, outputs = match(name, self.inputs), match(name, self.outputs)
+        if inputs is not None or outputs is not None:
+            wrap(module, lambda *args, **kwargs: _place(inputs, outputs, *args, **kwargs))
+        if any(matches(name, pattern) for pattern in self.recompute):
+            wrap(module, lambda forward, *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs))
+
+    def _with_parameters(self, module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Runs a module's forward with gathered parameters."""
+        own = parameters_of(module)
+        stored = dict(own)
+        if not any(isinstance(parameter, DTensor) for parameter in stored.values()):
+            return forward(*args, **kwargs)  # within an island, whose parameters are plain tensors
+        try:
+            for name, parameter in stored.items():
+                own[name] = self.gather(parameter)
+            refresh_flat_weights(module)
+            return forward(*args, **kwargs)
+        finally:
+            own.update(stored)
+            refresh_flat_weights(module)
+
+    def _convert(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward of the full module: shards the inputs, and gathers the outputs."""
+        args, kwargs = self._sharded_inputs(args, kwargs)
+        with self.mode, torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            out = map_tensors(_full, forward(*args, **kwargs))
+            map_objects(_full, out)
+            return out
+
+    def _sharded_inputs(self, args: Any, kwargs: Any) -> Any:
+        rows = batch_rows((args, kwargs))
+        even = self.local_inputs or (rows is not None and rows % self.dp == 0)
+
+        def enter(value: torch.Tensor) -> torch.Tensor:
+            if isinstance(value, DTensor):
+                return value
+            by_rows = even and value.dim() > 0 and value.shape[0] == rows
+            placements = placements_on(self.mesh, Shard(0) if by_rows else Replicate(), Replicate())
+            if self.local_inputs:
+                return DTensor.from_local(value, self.mesh, placements, run_check=False)
+            whole = DTensor.from_local(value, self.mesh, replicated_on(self.mesh), run_check=False)
+            return whole.redistribute(placements=placements)
+
+        return map_tensors(enter, (args, kwargs))
+
+
+class Gather(torch.autograd.Function):
+    """Gathers a parameter over `dp`; its gradient is reduced to the placements of the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> DTensor:  # type: ignore[override]
+        """Returns the parameter, replicated over `dp`."""
+        ctx.placements = parameter.placements
+        return full_over_dp(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> DTensor:  # type: ignore[override]
+        """Returns the gradient with the parameter's placements: a reduce-scatter of partial sums."""
+        return gradient.redistribute(placements=ctx.placements)
+
+
+def full_over_dp(parameter: DTensor) -> DTensor:
+    """Returns a parameter, replicated over `dp`; over `tp`, it stays sharded."""
+    placements = with_placement(parameter.device_mesh, parameter.placements, "dp", Replicate())
+    return cast(DTensor, parameter.view_as(parameter)).redistribute(placements=placements)
+
+
+def _full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _place(inputs: Placement | None, outputs: Placement | None, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Runs a forward with its first floating-point input, and its first floating-point output, redistributed."""
+
+    def placed(tensors: Any, tp: Placement | None) -> Any:
+        first = first_float(tensors, {})
+        if not isinstance(first, DTensor) or tp is None or (isinstance(tp, Shard) and first.dim() <= tp.dim):
+            return tensors
+        mesh = first.device_mesh
+        new = first.redistribute(placements=with_placement(mesh, first.placements, "tp", tp))
+        return map_tensors(lambda tensor: new if tensor is first else tensor, tensors)
+
+    args, kwargs = placed((args, kwargs), inputs)
+    return placed((forward(*args, **kwargs),), outputs)[0]
+
+
+def wrap(module: nn.Module, around: Around) -> None:
+    """Makes the module's forward call `around(forward, ...)`."""
+    forward = module.forward
+
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(forward, *args, **kwargs)
+
+    module.forward = call
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name matches a pattern, whose wildcards match no dots: `h.*.mlp` has as many levels as `h.0.mlp`."""
+    return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
+
+
+def match(name: str, patterns: Mapping[str, Any]) -> Any:
+    """Returns the value of the last pattern that matches a name; None if none does."""
+    return next((value for pattern, value in reversed(list(patterns.items())) if matches(name, pattern)), None)

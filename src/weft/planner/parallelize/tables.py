@@ -1,0 +1,169 @@
+"""Makes a plan of the choice of a strategy for each step: tables by patterns of names, with the reason of each line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Placement, Shard
+
+from weft.planner.hardware import Hardware
+from weft.planner.parallelize.graph import Graph
+from weft.planner.parallelize.plan import Plan, structure_of
+from weft.planner.parallelize.pricing import Parts, Prices, Setting
+from weft.planner.parallelize.solve import Choice
+from weft.planner.parallelize.space import Space
+from weft.planner.parallelize.steps import Step, Strategy
+
+
+@dataclass
+class Found:
+    """The best choice for one setting.
+
+    Attributes:
+        setting: mesh and memory options.
+        choice: the solution.
+        strategies: the strategy of each step of the space.
+        prices: what it was priced by.
+    """
+
+    setting: Setting
+    choice: Choice
+    strategies: list[Strategy]
+    prices: Prices
+
+
+@dataclass
+class Search:
+    """A search, and what it found.
+
+    Attributes:
+        space: the operations of the module with their strategies.
+        found: the best choice for each setting that fits the memory.
+        needed: for each setting that does not fit, the bytes that it needs.
+        seconds: seconds of capture, trials and solver.
+    """
+
+    space: Space
+    found: list[Found] = field(default_factory=list)
+    needed: dict[Setting, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def make_plan(module: nn.Module, search: Search, best: Found, hardware: Hardware) -> Plan:
+    """Returns the plan of a choice: tables by patterns of names, with the reason of each line."""
+    graph = search.space.graph
+    patterns = _Patterns(module, graph)
+    tables: dict[str, dict[str, Any]] = {"parameters": {}, "inputs": {}, "outputs": {}, "islands": {}}
+    notes: dict[str, str] = {}
+
+    def add(topic: str, name: str, value: Any, why: str) -> None:
+        for pattern in patterns.of(name):
+            tables[topic][pattern], notes[f"{topic} {pattern}"] = value, why
+
+    for place, (step, strategy) in enumerate(zip(search.space.steps, best.strategies, strict=True)):
+        state = next((one for one in strategy.outputs if one is not None), None)
+        if state is None:
+            continue
+        if step.kind == "parameter" and isinstance(state.forward[0], Shard):
+            tied = [other for other, full in graph.tied.items() if full == step.node.name]
+            for name in (step.node.name, *tied):
+                add("parameters", name, state.forward[0], _why_parameter(best, place))
+        elif strategy.moved:
+            topic = "inputs" if step.kind == "enter" else "outputs"
+            add(topic, step.node.name, state.forward[0], _why_move(best.prices, place, step, strategy))
+    for path, why in graph.islands.items():
+        add("islands", path, "whole", f"{why.partition('; ')[0]}; each rank computes all rows")
+    blocks = [repeat.paths[0] for repeat in graph.repeats] if best.setting.recompute else []
+    return Plan(
+        dp=best.setting.dp,
+        tp=best.setting.tp,
+        **tables,
+        recompute=tuple(pattern for path in blocks for pattern in patterns.of(path)),
+        shard_parameters=best.setting.shard,
+        structure=structure_of(module),
+        notes=notes | {"hardware": hardware.device.name, "searched": _searched(search)},
+        prediction=_prediction(best),
+    )
+
+
+def _prediction(best: Found) -> dict[str, float]:
+    parts = sum((best.prices.parts(place, one) for place, one in enumerate(best.strategies)), Parts())
+    return {
+        "step_seconds": parts.compute + parts.tp + parts.dp,
+        "compute_seconds": parts.compute,
+        "tp_seconds": parts.tp,
+        "dp_seconds": parts.dp,
+        "memory_bytes": best.choice.memory,
+        "state_bytes": parts.states,
+        "optimality_gap": best.choice.gap,
+    }
+
+
+class _Patterns:
+    """Names of the first of repeated blocks -> patterns that match the names of all of them."""
+
+    def __init__(self, module: nn.Module, graph: Graph):
+        self.prefixes: dict[str, list[str]] = {}
+        for repeat in graph.repeats:
+            parent = repeat.paths[0].rpartition(".")[0]
+            siblings = [f"{parent}.{name}".lstrip(".") for name, _ in module.get_submodule(parent).named_children()]
+            every = set(siblings) == set(repeat.paths)
+            self.prefixes[repeat.paths[0]] = [f"{parent}.*".lstrip(".")] if every else list(repeat.paths)
+
+    def of(self, name: str) -> list[str]:
+        """Returns the patterns for a name."""
+        for first, others in self.prefixes.items():
+            if name == first or name.startswith(f"{first}."):
+                return [other + name[len(first) :] for other in others]
+        return [name]
+
+
+def _why_parameter(best: Found, place: int) -> str:
+    """Returns what the placement of a parameter splits, and what its collectives take in a step."""
+    space = best.prices.space
+    step, parts = space.steps[place], best.prices.parts(place, best.strategies[place])
+    meta, state = step.outputs[0], best.strategies[place].outputs[0]
+    assert meta is not None
+    assert state is not None
+    assert isinstance(state.forward[0], Shard)
+    users = [user.node for user in space.steps if any(ref.node == place for ref in user.inputs)]
+    operator = str(users[0].target).removeprefix("aten.").partition(".")[0] if users else ""
+    words = _DIMS.get((operator, state.forward[0].dim), f"dim {state.forward[0].dim}")
+    shape = " x ".join(map(str, meta.shape))
+    seconds = parts.dp + parts.tp
+    return f"{shape}: splits {words}" + (f"; {1e3 * seconds:.3g} ms of collectives a step" if seconds else "")
+
+
+_DIMS = {
+    ("linear", 0): "output features",
+    ("linear", 1): "input features; results are summed",
+    ("embedding", 0): "the vocabulary; results are summed",
+    ("embedding", 1): "features",
+    ("conv2d", 0): "output channels",
+}
+
+
+def _why_move(prices: Prices, place: int, step: Step, strategy: Strategy) -> str:
+    rows = prices.rows[place]
+    words = []
+    for when, work in (("forward", strategy.forward), ("backward", strategy.backward)):
+        for move in work.moves:
+            seconds = prices.move(move, rows)
+            if seconds:
+                words.append(f"{collective(move.source[0], move.target[0])} {when} {1e3 * seconds:.3g} ms")
+    times = f", {step.node.times} times" if step.node.times > 1 else ""
+    return (", ".join(words) or "no communication") + times
+
+
+def collective(source: Placement, target: Placement) -> str:
+    """Returns the collective of a redistribution."""
+    if isinstance(source, Shard):
+        return "all-to-all" if isinstance(target, Shard) else "all-gather"
+    return "reduce-scatter" if isinstance(target, Shard) else "all-reduce"
+
+
+def _searched(search: Search) -> str:
+    spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in search.seconds.items())
+    return f"{len(search.found)} settings fit of {len(search.found) + len(search.needed)}; {spent}"

@@ -1,0 +1,219 @@
+"""Compares a module that runs by a plan, on processes of this machine, with the module on one device."""
+
+from __future__ import annotations
+
+import copy
+import os
+import queue
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.errors import UserError
+from weft.planner.parallelize.containers import batch_rows, call_of, map_tensors
+from weft.planner.parallelize.dry_run import CountCollectives, Traffic, dry_run, loss_of
+from weft.planner.parallelize.torch_private import replicated
+
+if TYPE_CHECKING:
+    from weft.planner.parallelize.plan import Plan
+
+TOLERANCE = 1e-9  # of float64 results, relative to the largest value of a tensor
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Differences of a plan's results from those of one device, relative to the largest value, in float64.
+
+    Attributes:
+        loss: difference of the loss.
+        gradients: largest difference of a gradient.
+        parameters: largest difference of a parameter or buffer after a step of SGD.
+        worst: name of the parameter with the largest difference of the gradient.
+        counted: collectives of the first rank.
+        predicted: collectives of a run without data; None if the operations depend on values of tensors.
+    """
+
+    loss: float
+    gradients: float
+    parameters: float
+    worst: str
+    counted: Traffic
+    predicted: Traffic | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether all differences are at most 1e-9, and the collectives are those of the prediction."""
+        close = max(self.loss, self.gradients, self.parameters) <= TOLERANCE
+        return close and (self.predicted is None or self.predicted.counts == self.counted.counts)
+
+    def __str__(self) -> str:
+        lines = [
+            f"loss: {self.loss:.1e} from one device",
+            f"gradients: {self.gradients:.1e} (largest of {self.worst})",
+            f"parameters after a step: {self.parameters:.1e}",
+            f"collectives: {self.counted}",
+        ]
+        if self.predicted is None:
+            lines.append("collectives are not predicted: operations depend on values of tensors")
+        elif self.predicted.counts != self.counted.counts:
+            lines.append(f"predicted collectives differ: {self.predicted}")
+        if self.counted.on_full_tensors:
+            lines.append(f"on full tensors, on all ranks: {', '.join(self.counted.on_full_tensors)}")
+        return "\n".join([*lines, "equal" if self.equal else "NOT equal"])
+
+
+def verify_plan(
+    plan: Plan,
+    module: nn.Module | Callable[[], nn.Module],
+    example_inputs: Any,
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    seconds: float = 900,
+) -> Verification:
+    """Runs a plan on processes of this machine (gloo, float64), and compares it with the module on one device.
+
+    The batch is reduced to two rows for each data rank. The module keeps its sizes: one that fits in memory once for
+    each process is needed.
+
+    Args:
+        module: the module or a function that returns it; processes import its class by name.
+        example_inputs: inputs of one call, as for `parallelize`.
+        loss: outputs -> loss; by default, a weighted sum of all floating-point outputs.
+        seconds: time limit.
+
+    Raises:
+        UserError: the module does not run on one device, or a process failed.
+    """
+    args, kwargs = _fewer_rows(plan.dp, call_of(example_inputs))
+    context = torch.multiprocessing.get_context("spawn")
+    answers, port = context.Queue(), _free_port()
+    processes = [
+        context.Process(target=_rank, args=(answers, rank, port, plan, module, args, kwargs, loss), daemon=True)
+        for rank in range(-1, plan.devices)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found: dict[int, Any] = {}
+        while len(found) < len(processes):
+            rank, value = answers.get(timeout=seconds)
+            if isinstance(value, str) and rank >= 0:
+                raise UserError(f"rank {rank}: {value}")
+            found[rank] = value
+    except queue.Empty:
+        raise UserError(f"the plan did not finish in {seconds:g} seconds; give a smaller module or batch") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    loss_difference, gradients, parameters, worst, counted = found[0]
+    predicted = found[-1] if isinstance(found[-1], Traffic) else None
+    return Verification(loss_difference, gradients, parameters, worst, counted, predicted)
+
+
+def _rank(answers: Any, rank: int, port: int, *case: Any) -> None:
+    """Runs one rank of a case, or the dry run (rank -1), and puts its answer into a queue; a text is a failure."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        if rank < 0:
+            answers.put((rank, _dry(*case)))
+            return
+        ranks = case[0].devices
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+        os.environ.update(MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+        answers.put((rank, _compare(*case)))
+        answers.close()
+        answers.join_thread()
+        torch.distributed.barrier()
+    except Exception as error:  # reported by the process that started this one
+        answers.put((rank, f"{type(error).__name__}: {' '.join(str(error).split())}"))
+        answers.close()
+        answers.join_thread()
+
+
+def _compare(plan: Plan, module: Any, args: Any, kwargs: Any, loss: Any) -> tuple[float, float, float, str, Traffic]:
+    reference = _module(module)
+    model = plan.apply(copy.deepcopy(reference))
+    losses: list[float] = []
+    mode = CountCollectives()
+    before = len(replicated)
+    for one in (reference, model):
+        torch.manual_seed(SEED)
+        given = map_tensors(torch.clone, (args, kwargs))
+        with mode:
+            value = loss_of(one(*given[0], **given[1]), loss)
+            value.backward()
+        losses.append(value.item())
+    mode.traffic.on_full_tensors = list(dict.fromkeys(name for name, _ in replicated[before:]))
+    gradients: dict[str, float] = {}
+    for (name, parameter), other in zip(reference.named_parameters(), model.parameters(), strict=True):
+        if parameter.grad is not None or other.grad is not None:
+            gradients[name] = _difference(parameter.grad, other.grad)
+    worst = max(gradients, key=lambda name: gradients[name], default="none")
+    for one in (reference, model):
+        torch.optim.SGD(one.parameters(), lr=0.01).step()
+    pairs = [*zip(reference.parameters(), model.parameters(), strict=True)]
+    pairs += [*zip(reference.buffers(), model.buffers(), strict=True)]
+    parameters = max((_difference(one, other) for one, other in pairs), default=0.0)
+    loss_difference = abs(losses[0] - losses[1]) / max(abs(losses[0]), 1e-300)
+    return loss_difference, gradients.get(worst, 0.0), parameters, worst, mode.traffic
+
+
+def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    """Returns the largest difference of two tensors, relative to the largest value; infinite if one is missing.
+
+    Values below 1e-6 count as such, because gradients that are 0 on one device can be rounding errors.
+    """
+    if one is None or other is None:
+        return float("inf")
+    with torch.no_grad():
+        full = other.full_tensor() if isinstance(other, DTensor) else other
+        largest = max(one.abs().max().item(), 1e-6) if one.numel() else 1.0
+        return (one.double() - full.double()).abs().max().item() / largest if one.numel() else 0.0
+
+
+def _module(module: Any) -> nn.Module:
+    """Returns the module in float64, with random values for parameters on the meta device."""
+    torch.manual_seed(SEED)
+    made = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
+    if any(tensor.is_meta for tensor in (*made.parameters(), *made.buffers())):
+        made = made.to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in (*made.parameters(), *made.buffers()):
+                tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor.zero_()
+    return made.double()
+
+
+def _dry(plan: Plan, module: Any, args: Any, kwargs: Any, loss: Any) -> Traffic | str:
+    try:
+        return dry_run(plan, _module(module), args, kwargs, loss)
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error)
+
+
+def _fewer_rows(dp: int, call: Any) -> Any:
+    """Returns a call with two rows for each data rank, where there are more, and with tensors of float64."""
+    rows = batch_rows(call) or 0
+    kept = 2 * dp if rows % dp == 0 and rows > 2 * dp else rows
+
+    def reduce(value: torch.Tensor) -> torch.Tensor:
+        value = value.detach()
+        if value.is_meta:
+            value = torch.zeros(value.shape, dtype=value.dtype)
+        value = value[:kept] if value.dim() and value.shape[0] == rows else value
+        return value.double() if value.is_floating_point() else value.clone()
+
+    return map_tensors(reduce, call)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

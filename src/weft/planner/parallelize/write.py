@@ -1,0 +1,161 @@
+"""Writes plans as Python that needs only PyTorch.
+
+`plan.py` has the tables of the plan, with the reason and cost of each line, and a function `apply`. The folder
+`plan_runtime` beside it has the functions that carry the tables out. `plan.json` has the same tables with predictions.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from weft.errors import UserError
+from weft.files import replace_file, report_write_errors
+from weft.planner.parallelize.explain import duration_text
+from weft.planner.parallelize.placements import placement_text
+
+# The files of this package that apply a plan; they import only PyTorch and each other.
+RUNTIME = (
+    "runtime", "containers", "functions", "operators", "islands", "materialize", "axes", "mesh", "torch_private",
+)  # fmt: skip
+NAMES = {
+    "DP": "dp", "TP": "tp", "SHARD_PARAMETERS": "shard_parameters", "STRUCTURE": "structure",
+    "PARAMETERS": "parameters", "INPUTS": "inputs", "OUTPUTS": "outputs", "ISLANDS": "islands",
+    "RECOMPUTE": "recompute",
+}  # fmt: skip
+
+HEAD = '''\
+"""How {title} runs on {devices} devices: dp {dp} x tp {tp}.{cost}
+
+    import {module}
+    model = {module}.apply(model)   # under torchrun, in each process; create the optimizer afterwards
+
+Patterns are names with wildcards; the last that matches counts. Edit the tables as you like: they decide speed and
+memory, not results. `weft parallelize --verify {file}` checks them. Written by `weft parallelize`; needs only PyTorch.
+"""
+
+from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: F401
+
+DP, TP = {dp}, {tp}  # ranks of the data axis, which shards rows, and of the tensor axis
+SHARD_PARAMETERS = {shard}  # over dp too: gathered when their module runs
+STRUCTURE = {structure!r}  # digest of the module that this plan is for
+'''
+
+TAIL = '''
+
+def apply(model, mesh=None, inputs="global"):
+    """Makes a module run by this plan, in place, and returns it. It takes the same inputs as before, on every rank."""
+    from {runtime}.start import apply_tables
+
+    return apply_tables(model, globals(), mesh, inputs)
+'''
+
+START = '''\
+"""Carries out the tables of a plan."""
+
+import hashlib
+
+from .mesh import mesh_of, start_processes
+from .runtime import Runtime
+
+
+def structure_of(module):
+    """Returns a digest of a module's structure: its classes, and names and shapes of parameters and buffers."""
+{structure_body}
+
+def apply_tables(model, tables, mesh=None, inputs="global"):
+    """Makes a module run by the tables of a plan."""
+    if inputs not in ("global", "local"):
+        raise ValueError(f'inputs={{inputs!r}} is not supported; give "global" or "local"')
+    if tables["STRUCTURE"] and tables["STRUCTURE"] != structure_of(model):
+        raise ValueError(f"the plan is for another module than this {{type(model).__name__}}; plan again")
+    start_processes(tables["DP"] * tables["TP"])
+    runtime = Runtime(
+        mesh_of(tables["DP"], tables["TP"], mesh),
+        parameters=tables["PARAMETERS"],
+        inputs=tables["INPUTS"],
+        outputs=tables["OUTPUTS"],
+        islands=tables["ISLANDS"],
+        recompute=tables["RECOMPUTE"],
+        shard_parameters=tables["SHARD_PARAMETERS"],
+        local_inputs=inputs == "local",
+    )
+    return runtime.apply(model)
+'''
+
+COMMENTS = {
+    "parameters": "over tp; all other parameters are replicated over tp",
+    "inputs": "over tp, of the first floating-point input of a module",
+    "outputs": "over tp, of the first floating-point output of a module",
+    "islands": "modules that run on plain tensors: with the rank's rows, or with all",
+}
+
+
+def write_plan(plan: Any, path: str | Path, title: str = "a module") -> None:
+    """Writes a plan: for `plan.py`, also `plan.json` and the folder `plan_runtime`; for `plan.json`, only this file.
+
+    Raises:
+        UserError: the name of the file ends with neither `.py` nor `.json`.
+    """
+    path = Path(path)
+    if path.suffix not in (".py", ".json"):
+        raise UserError(f"{path}: the name of a plan ends with .py or .json")
+    if path.suffix == ".py" and not path.stem.isidentifier():
+        raise UserError(f"{path}: {path.stem!r} is no name of a Python module; use letters, digits and _")
+    with report_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path.with_suffix(".json"), json.dumps(plan.to_json(), indent=2) + "\n")
+        if path.suffix == ".py":
+            replace_file(path, python_text(plan, path, title))
+            _write_runtime(path.with_name(f"{path.stem}_runtime"))
+
+
+def python_text(plan: Any, path: Path, title: str) -> str:
+    """Returns the text of `plan.py`."""
+    seconds = plan.prediction.get("step_seconds")
+    cost = f" Predicted: {duration_text(seconds)} a step." if seconds else ""
+    text = HEAD.format(
+        title=title, devices=plan.devices, dp=plan.dp, tp=plan.tp, cost=cost, module=path.stem, file=path.name,
+        shard=plan.shard_parameters, structure=plan.structure,
+    )  # fmt: skip
+    for topic, comment in COMMENTS.items():
+        table = getattr(plan, topic)
+        text += f"\n{topic.upper()} = {{" + (f"  # {comment}\n" if table else "}" + f"  # {comment}\n")
+        width = max((len(f"{_quoted(key)}: {_value(value)},") for key, value in table.items()), default=0)
+        for key, value in table.items():
+            entry = f"{_quoted(key)}: {_value(value)},"
+            note = plan.notes.get(f"{topic} {key}", "")
+            text += f"    {entry:{width}}" + (f"  # {note}" if note else "") + "\n"
+        text += "}\n" if table else ""
+    listed = ", ".join(map(_quoted, plan.recompute))
+    text += f"\nRECOMPUTE = [{listed}]  # modules whose activations are computed again in backward\n"
+    return text + TAIL.format(runtime=f"{path.stem}_runtime")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _value(value: Any) -> str:
+    return _quoted(value) if isinstance(value, str) else placement_text(value)
+
+
+def _write_runtime(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    here = Path(__file__).parent
+    replace_file(folder / "__init__.py", '"""Runs modules by plans of `weft parallelize`; needs only PyTorch."""\n')
+    for name in RUNTIME:
+        text = (here / f"{name}.py").read_text(encoding="utf-8")
+        text = re.sub(r"from weft\.planner\.parallelize\.(\w+) import", r"from .\1 import", text)
+        text = text.replace("from weft.errors import UserError", "UserError = ValueError")
+        assert "weft." not in "".join(
+            line for line in text.splitlines() if line.lstrip().startswith(("import", "from"))
+        )
+        replace_file(folder / f"{name}.py", text)
+    source = ast.parse((here / "plan.py").read_text(encoding="utf-8"))
+    body = next(node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == "structure_of").body
+    lines = "\n".join(f"    {line}" for node in body[1:] for line in ast.unparse(node).splitlines())
+    replace_file(folder / "start.py", START.format(structure_body=lines + "\n"))

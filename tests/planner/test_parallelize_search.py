@@ -1,0 +1,100 @@
+"""Plans that the search finds, against what is known to be best."""
+
+import pytest
+import torch
+from llama_on_meta import PerToken, example, make
+from torch.distributed.tensor import Replicate, Shard
+
+from weft.errors import UserError
+from weft.planner.hardware import load_hardware
+from weft.planner.parallelize.runtime import match
+from weft.planner.parallelize.search import meshes, search_plan, solve_setting
+from weft.planner.parallelize.tables import Found, Search, make_plan
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A Llama with 2 rows on 8 devices with fast links: the plan, the search, and what it chose."""
+    return search_plan(make, example, devices=8, hardware="h100-sxm")
+
+
+def best_with(search, tp: int, recompute: bool = False) -> Found:
+    return next(one for one in search.found if one.setting.tp == tp and one.setting.recompute == recompute)
+
+
+def test_llama_gets_columns_rows_and_sequence_parallelism(llama):
+    plan, _, _ = llama
+    parameters = {pattern: placement.dim for pattern, placement in plan.parameters.items()}
+    columns = [
+        f"layers.*.{name}.weight" for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+    ]
+    rows = ["layers.*.attention.o.weight", "layers.*.mlp.down.weight"]
+    assert [parameters[name] for name in columns] == [0] * 5  # q, k and v look alike
+    assert [parameters[name] for name in rows] == [1, 1]
+    assert not [name for name in parameters if "norm" in name]
+    moves = [*plan.inputs.items(), *plan.outputs.items()]
+    between = [placement for name, placement in moves if name.startswith("layers.*")]
+    assert Shard(1) in between  # the sequence, between column and row
+    assert Replicate() in between
+    assert plan.prediction["optimality_gap"] <= 0.02
+
+
+def test_layers_count_as_often_as_they_run(llama):
+    _, search, _ = llama
+    times = {step.node.name: step.node.times for step in search.space.steps if step.kind == "parameter"}
+    assert times["layers.0.mlp.up.weight"] == 4
+    assert times["head.weight"] == 1
+    assert not [name for name in times if name.startswith("layers.1")]
+    step = next(step for step in search.space.steps if step.node.name == "linear_3")  # attention.o
+    assert step.full_forward.flops == 2 * (2 * 4096) * 4096 * 4096
+    assert step.full_backward.flops == 2 * step.full_forward.flops
+
+
+def test_predicted_states_are_those_of_adam(llama):
+    plan, _, _ = llama
+    states = 0.0
+    for name, parameter in make().named_parameters():
+        sharded = match(name, plan.parameters) is not None
+        states += parameter.numel() * 2 * 4 / plan.dp / (plan.tp if sharded else 1)  # bfloat16; gradient, two moments
+    assert plan.prediction["state_bytes"] == pytest.approx(states)
+
+
+def test_the_large_vocabulary_is_split(llama):
+    assert llama[0].parameters["head.weight"] in (Shard(0), Shard(1))
+
+
+def test_small_memory_brings_recomputation(llama):
+    _, search, best = llama
+    assert not best.setting.recompute
+    without, with_it = best_with(search, 4), best_with(search, 4, recompute=True)
+    assert with_it.choice.memory < without.choice.memory
+    assert with_it.choice.cost > without.choice.cost
+    least = min(one.choice.memory for one in search.found if not one.setting.recompute)
+    again = Search(search.space)
+    for setting in meshes(search.space.graph, 8):
+        solve_setting(again, load_hardware("h100-sxm"), setting, 0.6 * least, 10.0)
+    chosen = min(again.found, key=lambda one: one.choice.cost)
+    assert chosen.setting.recompute
+    assert chosen.choice.memory <= 0.6 * least
+    assert make_plan(make(), again, chosen, load_hardware("h100-sxm")).recompute == ("layers.*",)
+
+
+def test_memory_that_cannot_suffice_is_refused():
+    with pytest.raises(UserError, match=r"does not fit 2 devices with 1 MB of memory.*needs at least"):
+        search_plan(PerToken, torch.empty(2, 64, 512), devices=2, hardware="h100-sxm", memory="1MB")
+
+
+def test_long_sequences_are_split():
+    plan, _, _ = search_plan(PerToken, torch.empty(1, 1 << 16, 512), devices=4, hardware="h100-sxm")
+    assert (plan.dp, plan.tp) == (1, 4)
+    assert plan.parameters == {}
+    assert Shard(1) in plan.inputs.values()
+
+
+@pytest.mark.parametrize(
+    ("rows", "devices", "message"),
+    [(3, 256, r"3 rows.*256 devices.*192 devices"), (2, 0, "devices=0"), (2, -1, "1 or more")],
+)
+def test_rows_and_devices_that_do_not_fit_are_refused(rows, devices, message):
+    with pytest.raises(UserError, match=message):
+        search_plan(PerToken, torch.empty(rows, 64, 512), devices=devices)

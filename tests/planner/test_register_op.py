@@ -1,0 +1,81 @@
+"""`weft.register_op`: operations that DTensor cannot look into are split as their annotation says."""
+
+import pytest
+import register_parts
+import torch
+
+import weft
+from weft.errors import UserError
+from weft.planner.parallelize.register_op import Annotation, wrong_splits
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_registered_operation_runs_on_parts_and_equals_one_process(ranks):
+    cases = [{"dp": 2}, {"tp": 2, "parameters": register_parts.COLUMNS}, {"dp": 2, "tp": 1}]
+    for found in ranks.call(register_parts.equal_to_one_process, 2, cases):
+        (dp, by_rows), (tp, by_columns), _ = found
+        assert max(dp, tp) < 1e-12
+        assert by_rows == ((2, 8), False)  # half of the batch
+        assert by_columns == ((4, 4), False)  # half of the hidden dimension
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("b d", "->"),
+        ("b d -> c d -> e", "->"),
+        ("b d! -> b", "d!"),
+        ("b d -> b", r"d\+"),
+        ("b d^, d -> b d", "two marks"),
+        ("b+ -> b+", "summed"),
+        ("b (h d -> b h", "parenthesis"),
+    ],
+)
+def test_a_wrong_annotation_is_one_line(text, words):
+    with pytest.raises(UserError, match=words):
+        weft.register_op(text)
+
+
+def test_the_notation():
+    found = Annotation.parse("b l (h d^), n^ d^, ?, b l 1 -> b l h")
+    assert found.inputs == (("b", "l", "h"), ("n", "d"), None, ("b", "l", "1"))
+    assert found.split == {"b", "l", "h"}
+    assert Annotation.parse("m k+, k+ n -> m n").summed == {"k"}
+
+
+def test_plain_tensors_pass_through():
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    out = register_parts.scale(x, torch.ones(4, dtype=torch.float64))
+    assert torch.equal(out, x)
+
+
+def test_wrong_annotations_are_found_by_trying_and_right_ones_proposed():
+    x, weight = torch.randn(4, 6, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
+
+    @weft.register_op("m k+, n k+ -> m n")
+    def right(x, weight):
+        return x @ weight.T
+
+    @weft.register_op("m d -> m d")
+    def softmax(x):
+        return x.softmax(-1)
+
+    @weft.register_op("m k+ -> m")
+    def largest(x):
+        return x.amax(-1)
+
+    assert wrong_splits(right, x, weight) == []
+    (line,) = wrong_splits(softmax, x)
+    assert line.startswith("d:")
+    assert "d^" in line
+    (line,) = wrong_splits(largest, x)
+    assert "k^" in line
+    with pytest.raises(UserError, match="register_op"):
+        wrong_splits(torch.relu, x)
+
+
+def test_other_arguments_than_the_annotation_says_are_named():
+    from weft.planner.parallelize.register_op import split_call
+
+    with pytest.raises(UserError, match="argument 2 has 1 dimensions"):
+        split_call(torch.matmul, Annotation.parse("a b+, b+ c -> a c"), [torch.ones(2, 2), torch.ones(2)], {})
