@@ -3,7 +3,7 @@
 import pytest
 
 from weft.errors import ConfigError, UserError
-from weft.planner.hardware import FOLDER, hardware_names, load_hardware
+from weft.planner.hardware import FOLDER, hardware_names, hardware_of, load_hardware
 
 
 @pytest.fixture
@@ -54,3 +54,18 @@ def test_absurd_and_missing_numbers_have_a_place(changed, old, new, message):
     with pytest.raises(ConfigError, match=rf"machine.yaml:\d+: .*{message}") as raised:
         load_hardware(path)
     assert all("\n" not in str(problem) for problem in raised.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_gb", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85.0, "h100-sxm"),
+        ("NVIDIA H100 PCIe", 85.0, "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", 85.0, "a100-sxm"),
+        ("NVIDIA A100-SXM4-40GB", 42.4, "a100-40gb"),
+        ("NVIDIA GB200", 192.0, "gb200"),
+        ("NVIDIA GeForce RTX 4090", 25.0, None),
+    ],
+)
+def test_the_file_of_a_gpu_is_found_by_its_name_and_memory(device, memory_gb, name):
+    assert hardware_of(device, memory_gb) == name

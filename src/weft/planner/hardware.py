@@ -48,6 +48,8 @@ class DeviceSection(Section):
 
     name: str = Field(min_length=1)
     """Name of the device, as its vendor gives it."""
+    kind: Literal["gpu", "cpu"] = "gpu"
+    """Kind of the device. Kernels of CPUs save other tensors for backward than those of GPUs."""
     memory_gb: float = Field(gt=0, le=1e4)
     """Memory of the device in GB."""
     peak_tflops: ByDtype
@@ -180,6 +182,19 @@ class Hardware(Section):
 def hardware_names() -> list[str]:
     """Returns the names of the hardware files of this package, such as `h100-sxm`."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def hardware_of(device: str, memory_gb: float) -> str | None:
+    """Returns the name of the hardware file of this package that describes a GPU; None if none does.
+
+    Args:
+        device: name of the GPU, such as "NVIDIA A100-SXM4-80GB".
+        memory_gb: its memory in GB. Of several files of this kind of GPU, the one with the closest memory is taken.
+    """
+    words = device.lower().replace("-", " ").split()
+    names = [name for name in hardware_names() if name.partition("-")[0] in words]
+    names = [name for name in names if ("pcie" in name) == ("pcie" in words)]
+    return min(names, key=lambda name: abs(load_hardware(name).device.memory_gb - memory_gb), default=None)
 
 
 def load_hardware(name: str | Path) -> Hardware:

@@ -15,7 +15,7 @@ from weft.planner.schedules import Action, rank_actions
 from weft.planner.timeline import Event, Parts, Timeline
 from weft.planner.units import Job, Stage
 
-ROUNDS = 5  # micro-batches that are simulated, in multiples of the number of stages; further ones repeat the last
+ROUNDS = 3  # micro-batches that are simulated, in multiples of the number of stages; further ones repeat the last
 
 
 def _stage_times(job: Job, stage: Stage) -> dict[str, Parts]:
@@ -100,6 +100,7 @@ class _Run:
         self.seconds = [{kind: sum(parts.values()) for kind, parts in of.items()} for of in times]
         self.done: dict[tuple[str, int, int], tuple[float, int]] = {}
         self.parts: list[Parts] = [Parts() for _ in range(ranks)]
+        self.counts: Counter[tuple[int, int, str]] = Counter()  # actions by rank, stage and kind
         self.events: list[list[Event]] = [[] for _ in range(ranks)]
         self.clocks, self.reduced = [0.0] * ranks, [0.0] * ranks
         # Schedules with several stages on a rank gather the parameters of a stage before its input arrives.
@@ -116,6 +117,8 @@ class _Run:
                 while order and (ready := self._ready(order[0], rank)) is not None:
                     self._run(order.popleft(), rank, ready)
         assert not before, "the orders of the pipeline ranks wait for each other"
+        for (rank, stage, kind), number in self.counts.items():
+            self.parts[rank] = self.parts[rank].plus(times[stage][kind], number)
         for rank, own in enumerate(owned):
             self._wait(rank, self.reduced[rank], own)
         self.end = max(self.clocks)
@@ -147,7 +150,7 @@ class _Run:
 
     def _count(self, rank: int, stage: int, kind: str) -> None:
         self.clocks[rank] += self.seconds[stage][kind]
-        self.parts[rank] = self.parts[rank].plus(self.times[stage][kind])
+        self.counts[rank, stage, kind] += 1
 
     def _ready(self, action: Action, rank: int) -> float | None:
         """Returns when the input of an action has arrived; None if it does not exist yet."""

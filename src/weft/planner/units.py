@@ -157,11 +157,11 @@ class Job:
                 blocks[key] = self.block(layer)
         ordered = [blocks[(*kind, layer >= layers)] for layer, kind in enumerate(kinds)]
         if self.mesh.pp == 1:
-            return [self._stage(ordered, begins=True, ends=True)]
+            return [self.stage(ordered, begins=True, ends=True)]
         ranges = stage_ranges(self.model, self.parallel.model_copy(update={"pp": self.mesh.pp}), self.length)
         last = len(ranges) - 1
         return [
-            self._stage(
+            self.stage(
                 [ordered[layer] for layer in span] + (ordered[layers:] if number == last else []),
                 begins=number == 0,
                 ends=number == last,
@@ -169,7 +169,8 @@ class Job:
             for number, span in enumerate(ranges)
         ]
 
-    def _stage(self, blocks: list[Unit], *, begins: bool, ends: bool) -> Stage:
+    def stage(self, blocks: list[Unit], *, begins: bool, ends: bool) -> Stage:
+        """Returns the stage of some blocks, with the embedding if it begins the model, and the head if it ends it."""
         size = self.parallel.layers_per_fsdp_unit
         units = tuple(
             join_units(blocks[at : at + size]) if size > 1 else blocks[at] for at in range(0, len(blocks), size)

@@ -1,0 +1,130 @@
+"""Memory by formulas (`memory_of`) beside two steps of the real code on tensors without memory (`simulate_rank`).
+
+    python benchmarks/plan_memory.py [--count N] [--seed S] [--out TABLE.md]
+
+Draws random decoders and meshes of 8 ranks: dense or with experts, MLA, sliding windows, tied embeddings; fsdp, tp, pp,
+cp and ep; recomputation, dtypes, optimizers, and small or large vocabularies. Draws that are not a legal run are drawn
+again. The goal of a row is an error of at most 5%. The kernels are those of a CPU, and no real peak is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from pathlib import Path
+from statistics import fmean, median
+
+import yaml
+
+from weft.config.run import RunConfig
+from weft.errors import UserError
+from weft.planner.memory import memory_of
+from weft.planner.simulate import simulate_rank
+
+RANKS, GOAL = 8, 0.05
+KINDS = ("dense", "experts", "mla", "sliding")
+MESHES = (
+    {}, {"dp_replicate": 2}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 2, "pp_schedule": "gpipe"}, {"pp": 4}, {"cp": 2},
+    {"cp": 2, "cp_method": "ring"}, {"pp": 2, "tp": 2}, {"ep": 2}, {"ep": 4},
+)  # fmt: skip
+
+
+def drawn(draw: random.Random) -> dict:
+    """Returns a description of a run, which need not be legal."""
+    kind, mesh, micro = draw.choice(KINDS), dict(draw.choice(MESHES)), draw.choice((1, 2))
+    heads, length = draw.choice((8, 16)), draw.choice((512, 1024, 2048))
+    model = {
+        "hidden_size": 64 * heads,
+        "num_hidden_layers": draw.choice((4, 6, 8)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice((heads, heads // 2, 4)),
+        "intermediate_size": draw.choice((1408, 2816)),
+        "vocab_size": draw.choice((4096, 32_000, 128_256)),
+        "tie_word_embeddings": draw.random() < 0.3,
+        "max_position_embeddings": length,
+    }
+    if kind == "experts":
+        model["moe"] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 704}
+    elif kind == "mla":
+        model["mla"] = {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+        del model["num_key_value_heads"]
+    elif kind == "sliding":
+        model |= {"sliding_window": length // 4}
+    return {
+        "model": model,
+        "data": {"sequence_length": length},
+        "optimizer": draw.choice(({"type": "adamw", "lr": 1e-4}, {"type": "muon", "lr": 1e-2})),
+        "training": {
+            "steps": 2,
+            "batch_tokens": RANKS * micro * draw.choice((1, 2)) * mesh.get("pp", 1) * length,
+            "micro_batch_size": micro,
+            "dtype": draw.choice(("bfloat16", "bfloat16", "float32")),
+            "activation_checkpointing": draw.choice(("none", "selective", "full")),
+        },
+        "parallel": mesh,
+    }
+
+
+def config_of(content: dict, folder: Path) -> RunConfig:
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return RunConfig.load(file, check_data=False, ranks=RANKS)
+
+
+def described(content: dict) -> str:
+    model, training = content["model"], content["training"]
+    kind = next((key for key in ("moe", "mla", "sliding_window") if key in model), "dense")
+    mesh = " ".join(f"{key} {value}" for key, value in content["parallel"].items()) or "fsdp"
+    tied = ", tied" if model["tie_word_embeddings"] else ""
+    return (
+        f"{kind} {model['num_hidden_layers']} x {model['hidden_size']}, {model['vocab_size']:,}{tied} | {mesh} | "
+        f"{training['micro_batch_size']} x {content['data']['sequence_length']} | {training['dtype']}, "
+        f"{training['activation_checkpointing']}, {content['optimizer']['type']}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="number of runs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write the table to this file, too")
+    arguments = parser.parse_args()
+    draw, rows, errors, failed, refused = random.Random(arguments.seed), [], [], [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        while len(rows) < arguments.count:
+            content = drawn(draw)
+            try:
+                config = config_of(content, Path(folder))
+            except UserError:
+                refused += 1
+                continue
+            planned = memory_of(config, RANKS, cpu=True)
+            number = max(range(len(planned)), key=lambda at: planned[at].total)
+            try:
+                measured = simulate_rank(config, RANKS, number * RANKS // len(planned)).peak
+            except UserError as error:
+                failed.append(f"- not simulated: {described(content)}: {error}")
+                print(failed[-1], flush=True)
+                continue
+            formula = planned[number].total
+            errors.append(abs(formula / measured - 1))
+            bytes_of = f"{measured / 2**20:,.0f} | {formula / 2**20:,.0f} | {formula / measured - 1:+.1%}"
+            rows.append(f"| {described(content)} | {bytes_of} |")
+            print(rows[-1], flush=True)
+    good = sum(error <= GOAL for error in errors)
+    about = f"seed {arguments.seed}; {refused} illegal draws, {len(failed)} not simulated"
+    summary = (
+        f"{len(rows)} random runs of {RANKS} ranks ({about}): {good} within {GOAL:.0%}; mean error "
+        f"{fmean(errors):.1%}, median {median(errors):.1%}, largest {max(errors):.1%}."
+    )
+    print(summary)
+    if arguments.out:
+        head = (
+            "| model | mesh | micro-batch | training | simulated, MiB | formula, MiB | error |\n" + "| --- " * 7 + "|"
+        )
+        arguments.out.write_text("\n".join((summary, "", head, *rows, "", *failed, "")))
+
+
+if __name__ == "__main__":
+    main()

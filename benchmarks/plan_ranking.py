@@ -1,0 +1,187 @@
+"""Predicted and measured steps of real meshes on this machine: does the planner rank them as they are?
+
+    .venv/bin/python benchmarks/plan_ranking.py [--quick] [--rounds 2]
+    .venv/bin/python benchmarks/plan_ranking.py --emulate [--quick]      (needs root, for the slow link)
+
+Without --emulate: 2 processes with a core each. `weft bench device` and `weft bench comm` measure them, and nothing
+else is fitted. With --emulate: 4 processes in a network namespace whose loopback has a token bucket filter; matrix
+products take the time of a device with few FLOP/s, by sleeping (`peers/sleeping.py`), because 4 processes on 2 cores
+would measure contention. The links are measured behind the same filter.
+
+Prints each mesh, Kendall's tau of predicted and measured step times, and how much slower the plan is that the planner
+would pick than the best one. Writes a table (.md) and all numbers (.json) into benchmarks/results.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from itertools import combinations
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "peers"))
+from common import processor, slug, write_results  # noqa: E402
+
+LENGTH, SEQUENCES = 128, 16
+RUN = """
+run: {{name: ranking, directory: {folder}/runs}}
+model: {{vocab_size: 1024, hidden_size: 256, num_hidden_layers: 8, num_attention_heads: 8, num_key_value_heads: 4,
+        intermediate_size: 704}}
+tokenizer: {folder}/tok
+data: {{train: {folder}/store, sequence_length: {length}}}
+objective: {{type: {objective}}}
+training: {{steps: 100, batch_tokens: {tokens}, dtype: float32}}
+log: {{trackers: []}}
+"""
+TWO = {
+    "fsdp": ["parallel.dp_shard=2"],
+    "fsdp, kept after forward": ["parallel.dp_shard=2", "parallel.reshard_after_forward=false"],
+    "fsdp, micro-batch 1": ["parallel.dp_shard=2", "training.micro_batch_size=1"],
+    "fsdp, recomputation": ["parallel.dp_shard=2", "training.activation_checkpointing=full"],
+    "dp": ["parallel.dp_replicate=2", "parallel.dp_shard=1"],
+    "tp": ["parallel.tp=2", "parallel.dp_shard=1"],
+    "tp, micro-batch 2": ["parallel.tp=2", "parallel.dp_shard=1", "training.micro_batch_size=2"],
+    "cp": ["parallel.cp=2", "parallel.dp_shard=1"],
+    "pp, 1f1b, 4 micro-batches": ["parallel.pp=2", "parallel.dp_shard=1", "training.micro_batch_size=4"],
+    "pp, 1f1b, 16 micro-batches": ["parallel.pp=2", "parallel.dp_shard=1", "training.micro_batch_size=1"],
+}
+FOUR = {
+    "fsdp": ["parallel.dp_shard=4"],
+    "fsdp, micro-batch 1": ["parallel.dp_shard=4", "training.micro_batch_size=1"],
+    "fsdp, recomputation": ["parallel.dp_shard=4", "training.activation_checkpointing=full"],
+    "dp": ["parallel.dp_replicate=4", "parallel.dp_shard=1"],
+    "hybrid": ["parallel.dp_replicate=2", "parallel.dp_shard=2"],
+    "tp": ["parallel.tp=4", "parallel.dp_shard=1"],
+    "tp 2, fsdp 2": ["parallel.tp=2", "parallel.dp_shard=2"],
+    "cp 2, fsdp 2": ["parallel.cp=2", "parallel.dp_shard=2"],
+    "pp, 4 micro-batches": ["parallel.pp=4", "parallel.dp_shard=1", "training.micro_batch_size=4"],
+    "pp, 16 micro-batches": ["parallel.pp=4", "parallel.dp_shard=1", "training.micro_batch_size=1"],
+    "pp 2, fsdp 2": ["parallel.pp=2", "parallel.dp_shard=2", "training.micro_batch_size=2"],
+}
+QUICK = 3  # meshes
+EMULATED_FLOPS = 6e9  # of each process; its core has ten times as many
+RATE = "1gbit"  # of the slow loopback
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"only {QUICK} meshes and one round; writes no results")
+    parser.add_argument("--rounds", type=int, default=2, help="measurements of each mesh; the fastest counts")
+    parser.add_argument("--emulate", action="store_true", help="4 processes, sleeping products and a slow link")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    args = parser.parse_args()
+    if args.emulate and not args.inside:
+        sys.exit(subprocess.run(_behind_filter([*sys.argv, "--inside"])).returncode)
+    with tempfile.TemporaryDirectory(prefix="plan-ranking-") as name:
+        rows = measure(Path(name), args)
+    report(rows, args)
+
+
+def _behind_filter(words: list[str]) -> list[str]:
+    """Returns the command that runs this program in a network namespace with a slow loopback."""
+    missing = [name for name in ("unshare", "ip", "tc") if shutil.which(name) is None]
+    if missing or os.geteuid() != 0:
+        sys.exit(f"--emulate needs root{' and ' + ', '.join(missing) if missing else ''}")
+    script = 'ip link set lo up && tc qdisc add dev lo root tbf rate $0 burst 256kb latency 400ms && exec "$@"'
+    return ["unshare", "--net", "bash", "-c", script, RATE, sys.executable, *words]
+
+
+def measure(folder: Path, args: argparse.Namespace) -> list[dict]:
+    """Returns the predicted and measured seconds of each mesh."""
+    ranks, meshes = (4, FOUR) if args.emulate else (2, TWO)
+    meshes = dict(list(meshes.items())[:QUICK]) if args.quick else meshes
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if args.emulate:
+        os.environ |= {"RANKING_FLOPS": str(EMULATED_FLOPS), "GLOO_SOCKET_IFNAME": "lo"}
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "peers"), os.environ.get("PYTHONPATH", "")])
+    objective = "sleeping:Sleeping" if args.emulate else "pretrain"
+    run, hardware = prepare(folder, objective), folder / "here.yaml"
+    seconds = "6" if args.quick else "20"
+    weft("bench", "device", "--nproc", str(ranks), "--out", str(hardware), "--dtype", "float32", "--seconds", seconds)
+    weft("bench", "comm", "--nproc", str(ranks), "--into", str(hardware), "--seconds", seconds)
+
+    from weft.config.run import RunConfig
+    from weft.launch.try_config import try_config
+    from weft.planner.hardware import load_hardware
+    from weft.planner.step import predict
+
+    machine = load_hardware(hardware)
+    if args.emulate:
+        device = machine.device.model_dump() | {
+            "peak_tflops": {"float32": EMULATED_FLOPS / 1e12},
+            "matmul_efficiency": {"float32": 1.0},
+            "matmul_half_size": 0.0,
+            "attention_efficiency": 0.5,  # the emulation counts the pairs that the mask hides
+        }
+        machine = type(machine).model_validate(machine.model_dump() | {"device": device})
+    configs = {name: RunConfig.load(run, words, ranks=ranks) for name, words in meshes.items()}
+    rows = []
+    for name, config in configs.items():
+        predicted = predict(config, ranks, machine)
+        rows.append({"mesh": name, "predicted": predicted.step_seconds, "parts": predicted.parts, "measured": []})
+    for _ in range(1 if args.quick else args.rounds):  # in turns, so that a busy minute does not hit one mesh alone
+        for row in rows:
+            config = configs[row["mesh"]]
+            tried = try_config(config, ranks)
+            assert tried is not None, "out of memory"
+            row["measured"].append(tried.seconds)
+            print(f"{row['mesh']}: predicted {row['predicted']:.3f} s, measured {tried.seconds:.3f} s", flush=True)
+    return rows
+
+
+def prepare(folder: Path, objective: str) -> Path:
+    """Makes a corpus, a tokenizer, a token store and a run file, whose path it returns."""
+    chooser = random.Random(0)
+    words = ["".join(chooser.choices("abcdefghijklmnop", k=chooser.randint(2, 7))) for _ in range(3000)]
+    (folder / "text").mkdir()
+    for number in range(40):
+        text = " ".join(chooser.choices(words, k=4000))
+        (folder / "text" / f"{number}.txt").write_text(text)
+    weft("data", "train-tokenizer", str(folder / "text"), "--vocab-size", "1024", "--out", str(folder / "tok"))
+    weft("data", "pack", str(folder / "text"), "--tokenizer", str(folder / "tok"), "--out", str(folder / "store"))
+    run = folder / "run.yaml"
+    run.write_text(RUN.format(folder=folder, length=LENGTH, tokens=LENGTH * SEQUENCES, objective=objective))
+    return run
+
+
+def weft(*words: str) -> None:
+    """Runs a command of Weft."""
+    subprocess.run([sys.executable, "-m", "weft", *words], check=True, stdout=subprocess.DEVNULL)
+
+
+def kendall(rows: list[dict]) -> float:
+    """Returns Kendall's tau of predicted and measured seconds: pairs in the same order less pairs in the other."""
+    pairs = list(combinations(rows, 2))
+    signs = [(a["predicted"] - b["predicted"]) * (best(a) - best(b)) for a, b in pairs]
+    return sum((sign > 0) - (sign < 0) for sign in signs) / len(pairs)
+
+
+def best(row: dict) -> float:
+    return min(row["measured"])
+
+
+def report(rows: list[dict], args: argparse.Namespace) -> None:
+    """Prints the table, and writes it unless only a few meshes were measured."""
+    picked, fastest = min(rows, key=lambda row: row["predicted"]), min(map(best, rows))
+    lines = ["| mesh | predicted, s | measured, s | error |", "| --- | ---: | ---: | ---: |"]
+    for row in sorted(rows, key=best):
+        error = row["predicted"] / best(row) - 1
+        lines.append(f"| {row['mesh']} | {row['predicted']:.3f} | {best(row):.3f} | {error:+.0%} |")
+    what = "4 processes, emulated devices and links" if args.emulate else "2 processes"
+    page = f"# Predicted and measured steps of meshes: {what}\n\n{processor()}\n\n" + "\n".join(lines)
+    page += f"\n\nKendall's tau {kendall(rows):.2f}; the picked plan ({picked['mesh']}) is "
+    page += f"{best(picked) / fastest - 1:.1%} slower than the best\n"
+    if args.quick:
+        print(page)
+        return
+    name = f"plan_ranking-{slug(processor())}" + "-emulated" * args.emulate
+    write_results(args.out, name, page, rows)
+
+
+if __name__ == "__main__":
+    main()

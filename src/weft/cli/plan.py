@@ -1,0 +1,209 @@
+"""`weft plan`: predicts the time, memory and cost of a run on a number of devices, and finds the best plan."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.config.run import RunConfig
+    from weft.observe.console import Console
+    from weft.planner.hardware import Hardware
+    from weft.planner.plan import Plans
+    from weft.train.micro_batch import Tried
+
+HELP = "find the fastest mesh, micro-batch and recomputation of a run that fit a number of devices"
+GROUP = "train"
+VOCABULARY = 32_000  # rows that are assumed if neither the model nor a tokenizer gives their number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from weft.planner.hardware import hardware_names
+
+    names = ", ".join(hardware_names())
+    parser.description = (
+        "Searches the meshes, pipeline schedules, micro-batches, activation checkpointing, resharding and offloading "
+        "of a run for the fastest plans that fit, without a GPU. Prints each plan's memory per rank and time per step "
+        "by part, and days, device-hours and energy of the run. The global batch and all keys that change the result "
+        "stay as in FILE. The token stores and the tokenizer need not exist."
+    )
+    parser.epilog = (
+        "example: weft plan run.yaml --devices 2048 --hardware h100-mn5 --apply plan.yaml. Hardware files: "
+        f"{names}; `weft bench device` and `weft bench comm` write one of this machine."
+    )
+    parser.add_argument("file", metavar="FILE", nargs="?", help="the YAML file of the run")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override values in FILE")
+    parser.add_argument("--devices", type=int, metavar="N", help="number of devices, one rank each")
+    parser.add_argument("--hardware", metavar="NAME", help=f"a hardware file, or its path: {names}")
+    parser.add_argument(
+        "--budget", type=float, metavar="FLOPS", help="print compute-optimal sizes for these FLOPs in place of plans"
+    )
+    parser.add_argument(
+        "--scaling", metavar="FIT.json", help="with --budget: also use a law of `weft scaling fit --json`"
+    )
+    parser.add_argument("--keep-mesh", action="store_true", help="predict the plan of FILE; search no other")
+    parser.add_argument("--limit", type=int, default=5, metavar="K", help="number of plans (default: 5)")
+    parser.add_argument(
+        "--largest",
+        choices=["micro_batch", "sequence", "model"],
+        help="also print the largest of these that fits with the mesh of the best plan",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with the plans under `plans`, best first")
+    parser.add_argument("--apply", metavar="OUT", help="write a run file that extends FILE with the best plan's keys")
+    parser.add_argument(
+        "--try",
+        dest="tried",
+        type=int,
+        default=0,
+        metavar="N",
+        help="make a few real steps of each of the best N plans, with a local process for each device, and print their "
+        "measured beside their predicted times; the data must exist",
+    )
+    parser.add_argument("--price", type=float, metavar="P", help="price of one device for an hour, in any currency")
+
+
+def run(args: argparse.Namespace) -> int:
+    import json
+    from pathlib import Path
+
+    from weft.errors import UserError
+    from weft.formatting import counted
+    from weft.observe.console import Console
+    from weft.planner.hardware import load_hardware
+    from weft.planner.plan_text import plans_text, write_plan
+
+    if args.budget is not None:
+        return print_budget(args)
+    if args.scaling is not None:
+        raise UserError("--scaling is for compute-optimal sizes; also give --budget FLOPS")
+    for name, value in (("FILE", args.file), ("--devices", args.devices), ("--hardware", args.hardware)):
+        if value is None:
+            raise UserError(f"weft plan: required: {name} (weft plan --help), or --budget")
+    for option, value in (("--devices", args.devices), ("--limit", args.limit)):
+        if value is not None and value < 1:
+            raise UserError(f"{option} {value}: use at least 1")
+    if args.price is not None and not 0 < args.price < float("inf"):
+        raise UserError(f"--price {args.price:g}: use a positive number")
+    if args.apply is not None and args.overrides:
+        raise UserError("--apply writes a file that extends FILE, without overrides; write them to FILE")
+    hardware, console = load_hardware(args.hardware), Console()
+    if args.price is not None:
+        hardware = hardware.model_copy(update={"price_per_hour": args.price})
+    config = load(args, console)
+    if args.tried:
+        check_trial(args, hardware, console)
+    plans = find(args, config, hardware)
+    measured = try_plans(plans, args.tried, console)
+    if args.apply is not None:
+        write_plan(plans.best[0], args.file, Path(args.apply))
+    largest = find_largest(args, plans, hardware) if args.largest is not None else {}
+    if args.json:
+        about = {"file": args.file, "devices": args.devices, "hardware": args.hardware} | largest
+        found = plans.as_dict()
+        for plan, tried in zip(found["plans"], measured, strict=False):
+            plan |= {"measured_seconds": tried and tried.seconds, "measured_bytes": tried and tried.peak_bytes}
+        print(json.dumps(about | found, indent=2))
+        return 0
+    title = f"{args.file} on {counted(args.devices, 'device')}: {hardware.device.name} ({args.hardware})"
+    if plans.considered:
+        title += f"; {plans.considered:,} plans considered, {plans.predicted:,} predicted"
+    print(plans_text(plans, title, hardware))
+    for number, (plan, tried) in enumerate(zip(plans.best, measured, strict=False), start=1):
+        predicted = plan.prediction.step_seconds
+        result = "out of memory" if tried is None else f"{tried.seconds:.3g} s ({predicted / tried.seconds - 1:+.0%})"
+        print(f"plan {number}: predicted {predicted:.3g} s per step, measured {result}")
+    for what, value in largest.items():
+        print(f"  {what.replace('_', ' ')}: {value:,}")
+    if args.apply is not None:
+        console.line(f"wrote {args.apply}; train with `weft train {args.apply}`")
+    return 0
+
+
+def print_budget(args: argparse.Namespace) -> int:
+    """Prints compute-optimal sizes by published scaling laws, and by the law of `--scaling`."""
+    import json
+    from pathlib import Path
+
+    from weft.errors import UserError
+    from weft.planner.budget_text import budget_dict, budget_text
+    from weft.planner.scaling_runs import read_law
+
+    if args.file is not None:
+        raise UserError("--budget needs no run file; remove FILE")
+    own = None if args.scaling is None else read_law(Path(args.scaling))
+    print(json.dumps(budget_dict(args.budget, own), indent=2) if args.json else budget_text(args.budget, own))
+    return 0
+
+
+def check_trial(args: argparse.Namespace, hardware: Hardware, console: Console) -> None:
+    """Raises UserError if the plans cannot be tried here, and warns if this machine has another device."""
+    from weft.config.run import RunConfig
+    from weft.errors import UserError
+    from weft.launch.local import checked_nproc
+    from weft.parallel.world import local_device
+    from weft.planner.measure import device_name
+
+    if args.tried < 0:
+        raise UserError(f"--try {args.tried}: use at least 1")
+    RunConfig.load(args.file, args.overrides, ranks=args.devices if args.keep_mesh else None)  # the data must exist
+    checked_nproc(args.devices, "--devices")
+    name = device_name(local_device(console))
+    if name.partition(",")[0] != hardware.device.name.partition(",")[0]:
+        console.warning(f"predicted for {hardware.device.name}, but this machine has {name}; the times will differ")
+
+
+def try_plans(plans: Plans, count: int, console: Console) -> list[Tried | None]:
+    """Returns what real steps of the best plans measured; None for a plan without sufficient memory."""
+    if not count:
+        return []
+    from weft.launch.try_config import try_config
+
+    found = []
+    for number, plan in enumerate(plans.best[:count], start=1):
+        console.line(f"trying plan {number}")
+        found.append(try_config(plan.config, plan.devices))
+    return found
+
+
+def load(args: argparse.Namespace, console) -> RunConfig:
+    """Returns the config of the run. Without a vocabulary size, assumes one, and reports it."""
+    from weft.config.model import ModelSection
+    from weft.config.run import RunConfig
+    from weft.errors import ConfigError
+
+    ranks = args.devices if args.keep_mesh else None
+    config = RunConfig.load(args.file, args.overrides, check_data=False, ranks=ranks)
+    if isinstance(config.model, ModelSection) and config.model.vocab_size is None:
+        try:
+            config = RunConfig.load(args.file, args.overrides, ranks=ranks)
+        except ConfigError:  # the tokenizer or the stores do not exist
+            console.warning(f"model.vocab_size: not known without the tokenizer; assuming {VOCABULARY:,}; set the key")
+            model: Any = config.model.model_copy(update={"vocab_size": VOCABULARY})
+            config = config.model_copy(update={"model": model})
+    return config
+
+
+def find(args: argparse.Namespace, config: RunConfig, hardware: Hardware) -> Plans:
+    """Returns the plans that the arguments ask for.
+
+    Raises:
+        UserError: no plan fits, or the run cannot be predicted.
+    """
+    from weft.planner.plan import Plans, plan_of
+    from weft.planner.search import search
+
+    if args.keep_mesh:
+        return Plans([plan_of(config, args.devices, hardware)], [], 1, 0)
+    return search(config, args.devices, hardware, limit=args.limit)
+
+
+def find_largest(args: argparse.Namespace, plans: Plans, hardware: Hardware) -> dict[str, int]:
+    """Returns the largest micro-batch, sequence or model with the mesh of the best plan, under the key `largest_...`.
+
+    Raises:
+        UserError: not even the smallest fits.
+    """
+    from weft.planner.largest import largest
+
+    found = largest(args.largest, plans.best[0].config, args.devices, hardware)
+    return {f"largest_{args.largest}": found.value}

@@ -1,0 +1,269 @@
+"""Computes the memory of a training step from formulas, without torch.
+
+The peak is the largest of a few moments: the loss, the backward pass of each block, and the reduction of the last
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from operator import ge
+
+from weft.config.derive import batch_sequences, sequence_length, split_batch
+from weft.config.mesh import ParallelSection, Schedule, mesh_shape
+from weft.config.model import ModelSection
+from weft.config.run import RunConfig
+from weft.errors import UserError
+from weft.parallel.stages import stage_ranges, stages_of_rank
+from weft.planner.schedules import rank_actions
+from weft.planner.tensors import Sizes, saved_tensors
+from weft.planner.work import KEPT_LOGITS, WIDTHS, Shares, Work, block_work, embedding_work, head_work
+
+STATES = {"adamw": 2, "muon": 1}  # tensors per parameter; a custom optimizer counts like AdamW
+# Two assumptions, which no GPU has confirmed yet: what the allocator cannot reuse, as a share of what a step allocates
+# and frees; and the bytes of a GPU's context, libraries' workspaces and NCCL's buffers.
+FRAGMENTATION = 0.08
+DEVICE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes of one rank at its peak, by part."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    gathered: float = 0.0
+    buffers: float = 0.0
+    fragmentation: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Returns the bytes by part."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    saved: float  # bytes kept from forward to backward
+    full: float  # bytes that exist while its backward runs, with those that are recomputed
+    transient: float  # bytes of gradients within its backward
+    parameters: float  # after tp and ep
+    local: float  # on this rank
+
+
+def memory_of(
+    config: RunConfig, devices: int, *, dtype: str | None = None, cpu: bool = False, only: int | None = None
+) -> list[Memory]:
+    """Returns the memory of one rank of each rank of the pipeline, in their order.
+
+    Args:
+        config: a run. Its data need not exist.
+        devices: number of ranks.
+        dtype: dtype of the computation. Default: `training.dtype`, with "bfloat16" for "auto".
+        cpu: whether kernels are those of a CPU. Then nothing is added for a GPU's context and fragmentation.
+        only: the only pipeline rank whose memory is computed. Default: all.
+
+    Raises:
+        UserError: the model is not the built-in decoder, its vocabulary is unknown, or the mesh is not possible.
+    """
+    ranks = _Ranks(config, devices, dtype, cpu=cpu)
+    return [ranks.peak(number) for number in (range(ranks.mesh.pp) if only is None else [only])]
+
+
+@cache
+def in_flight(schedule: Schedule, rank: int, ranks: int, virtual: int, count: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the states of a pipeline rank in which a backward pass starts.
+
+    Args:
+        virtual: number of stages per rank.
+        count: number of micro-batches.
+
+    Returns:
+        The states that can be peaks. Each state: the number of micro-batches that each of the rank's stages keeps, and
+        the place of the stage whose backward pass starts, among these stages.
+    """
+    parallel = ParallelSection(pp=ranks, pp_schedule=schedule, stages_per_rank=virtual)
+    stages, actions = stages_of_rank(parallel, rank, ranks), rank_actions(parallel, rank, ranks, count)
+    split = any(action.kind == "W" for action in actions)
+    live, found = dict.fromkeys(stages, 0), dict[tuple[int, ...], None]()
+    splits = {(one.stage, one.micro_batch) for one in actions if one.kind == "W"} if split else set()
+    for action in actions:
+        if action.kind == "F":
+            live[action.stage] += 1
+        elif action.kind in "BI":
+            found[(*live.values(), stages.index(action.stage))] = None
+        if action.kind == "W" or (action.kind == "B" and (action.stage, action.micro_batch) not in splits):
+            live[action.stage] -= 1
+    # A state in which no stage keeps more than in another state, with the same backward pass, is not a peak.
+    return tuple(
+        state
+        for state in found
+        if not any(more != state and more[-1] == state[-1] and all(map(ge, more, state)) for more in found)
+    )
+
+
+class _Ranks:
+    """The ranks of a run: what one of them keeps at each moment of a step."""
+
+    def __init__(self, config: RunConfig, devices: int, dtype: str | None, *, cpu: bool):
+        model, training, self.parallel = config.model, config.training, config.parallel
+        if not isinstance(model, ModelSection):
+            raise UserError(f"model.type: {model.type}, but plans are for the built-in decoder; set type: decoder")
+        if model.vocab_size is None:
+            raise UserError("model.vocab_size: not known without a tokenizer; set it for the plan")
+        self.model, self.cpu, self.mesh = model, cpu, mesh_shape(config.parallel, devices)
+        self.single = devices == 1 and self.parallel.offload != "parameters"
+        chosen = dtype or (training.dtype if training.dtype != "auto" else "bfloat16")
+        state = "float64" if chosen == "float64" else "float32"
+        self.width, self.state = WIDTHS[chosen], WIDTHS[state]
+        self.reduced = WIDTHS[state if training.reduce_dtype == "auto" else training.reduce_dtype]
+        length, given = sequence_length(config), training.micro_batch_size
+        per_rank, micro = split_batch(batch_sequences(config), length, self.mesh, given, self.parallel)
+        self.count = -(-per_rank // micro)
+        self.shares = Shares(model, micro, length, self.mesh, self.width, self.state, fused=training.compile)
+        self.checkpointing, self.vocabulary = training.activation_checkpointing, model.vocab_size
+        self.states = STATES.get(config.optimizer.type, 2)
+        self.accumulates = self.count > 1 and not self.parallel.reduces_every
+        self.copies = 0.0 if self.single and self.width == self.state else float(self.width)
+        self.residual = self.shares.tokens / self.mesh.tp * model.hidden_size * self.state
+        self.rows = 1 if model.num_labels else max(1, self.vocabulary // self.mesh.tp)
+        self.stages = self._stages(length)
+
+    def _stages(self, length: int) -> list[list[_Piece]]:
+        sizes = Sizes(self.shares, self.state, cpu=self.cpu, cp_method=self.parallel.cp_method)
+        layers, known, blocks = self.model.num_hidden_layers, {}, []
+        for layer in range(self.model.all_layers):
+            key = self.model.has_experts(layer), self.model.slides(layer), layer >= layers, self._recomputes(layer)
+            blocks.append(known.get(key) or known.setdefault(key, self._block(sizes, layer)))
+        if self.mesh.pp == 1:
+            return [blocks]
+        ranges = stage_ranges(self.model, self.parallel.model_copy(update={"pp": self.mesh.pp}), length)
+        found = [[blocks[layer] for layer in span] for span in ranges]
+        found[-1] += blocks[layers:]
+        return found
+
+    def _recomputes(self, layer: int) -> bool:
+        mode, _, number = self.checkpointing.partition("-")
+        return mode != "none" and (mode != "every" or (layer + 1) % int(number) == 0)
+
+    def _block(self, sizes: Sizes, layer: int) -> _Piece:
+        kept = saved_tensors(sizes, layer)
+        saved = kept.everything
+        if self._recomputes(layer):
+            mode, _, number = self.checkpointing.partition("-")
+            more = {"selective": kept.selective, "budget": float(number or 0) * kept.everything}
+            saved = kept.inputs + more.get(mode, 0.0)
+        numbers = self._numbers(block_work(self.shares, layer))
+        return _Piece(saved, max(saved, kept.everything), kept.transient, *numbers)
+
+    def _numbers(self, work: Work) -> tuple[float, float]:
+        experts = self.mesh.fsdp // self.mesh.ep
+        local = work.parameters / self.mesh.fsdp + work.expert_parameters / experts
+        return work.parameters + work.expert_parameters, local
+
+    def peak(self, rank: int) -> Memory:
+        """Returns the memory of a pipeline rank at its peak."""
+        pp, virtual, schedule, count = self.mesh.pp, self.parallel.virtual_stages, self.parallel.pp_schedule, self.count
+        owned, lives = [0], ((1, 0),)
+        if pp > 1:
+            most = 4 * pp * virtual  # later micro-batches repeat the earlier ones
+            if schedule not in ("gpipe", "looped_bfs") and count > most:
+                count = most
+            owned, lives = stages_of_rank(self.parallel, rank, pp), in_flight(schedule, rank, pp, virtual, count)
+        moments = (moment for *live, place in lives for moment in self._moments(owned, live, place))
+        found = max(moments, key=lambda one: one.total)
+        if self.cpu:
+            return found
+        changing = found.activations + found.logits + found.gathered + found.buffers
+        more = {"buffers": found.buffers + DEVICE_BYTES, "fragmentation": FRAGMENTATION * changing}
+        return Memory(**(found.parts() | more))
+
+    def _moments(self, owned: list[int], live: list[int], place: int) -> Iterator[Memory]:
+        blocks, roots = [self.stages[stage] for stage in owned], [self._root(stage) for stage in owned]
+        local = sum(piece.local for stage in blocks for piece in stage) + sum(root[1] for root in roots)
+        on_device = self.parallel.offload != "parameters"
+        optimizer = (self.parallel.offload == "none") * local * self.states * self.state
+        kept = sum(number * self._kept(stage) for number, stage in zip(live, owned, strict=True))
+        kept -= self._kept(owned[place])
+        others = sum(p.parameters for at, stage in enumerate(blocks) if at != place for p in stage)
+        other_roots = sum(root[0] for at, root in enumerate(roots) if at != place)
+        stays = self.single or not self.parallel.reshards
+        sums = (others + other_roots) * self.reduced * self.accumulates
+        for moment in self._backward(owned[place], stays=stays, on_device=on_device):
+            yield Memory(
+                on_device * local * self.state, moment.gradients + sums, optimizer, moment.activations + kept,
+                moment.logits, moment.gathered + (others * stays + other_roots) * self.copies, moment.buffers,
+            )  # fmt: skip
+
+    def _kept(self, stage: int) -> float:
+        """Returns the bytes that a micro-batch keeps in a stage."""
+        kept, last = sum(piece.saved for piece in self.stages[stage]), len(self.stages) - 1
+        if stage == last:  # the final norm
+            kept += self.residual * (2 if self.cpu else 1) + self.shares.tokens * self.model.hidden_size * self.width
+        return kept + self.residual * ((stage > 0) + (stage < last))  # received, and sent to the next stage
+
+    def _root(self, stage: int) -> tuple[float, float]:
+        """Returns the numbers of parameters of embedding and head in a stage: after `tp`, and on this rank."""
+        last = len(self.stages) - 1
+        works = [embedding_work(self.shares, self.vocabulary)] if stage == 0 else []
+        works += [head_work(self.shares, self.vocabulary)] if stage == last else []
+        pairs = [self._numbers(work) for work in works]
+        copy = self.rows * self.model.hidden_size * (stage == last > 0 and self.model.tie_word_embeddings)
+        return sum(total for total, _ in pairs) + copy, sum(local for _, local in pairs)
+
+    def _backward(self, stage: int, *, stays: bool, on_device: bool) -> Iterator[Memory]:
+        """Yields moments of the backward pass of one stage's last micro-batch."""
+        blocks, unit = self.stages[stage], self.parallel.layers_per_fsdp_unit
+        groups = [blocks[at : at + unit] for at in range(0, len(blocks), unit)]
+        sizes = [sum(piece.parameters for piece in group) for group in groups]
+        root, root_local = self._root(stage)
+        reduced = 0.0 if self.single else self.reduced
+        sums = self.accumulates
+        waiting = (sum(sizes) + root) * self.reduced * sums  # unsharded sums of earlier micro-batches
+        saved, sharded, before, root_grads = self._kept(stage), 0.0, 0.0, 0.0
+        gathered = (root + (sum(sizes) if stays else sizes[-1])) * self.copies
+        if stage == len(self.stages) - 1:
+            logits, head_grads = self._head()
+            yield Memory(gradients=waiting, activations=saved, logits=logits, gathered=gathered)
+            saved -= self.residual * self.cpu + self.shares.tokens * self.model.hidden_size * self.width
+            root_grads = 0.0 if sums else head_grads
+        for number in reversed(range(len(groups))):
+            group, size = groups[number], sizes[number]
+            ahead = sum(sizes[max(0, number - max(1, self.parallel.prefetch)) : number])
+            gathered = (root + (sum(sizes) if stays else size + ahead)) * self.copies
+            extra = max(piece.full - piece.saved + piece.transient for piece in group)
+            grads = 0.5 * size * self.width
+            yield Memory(0, waiting + sharded + root_grads + grads, 0, saved + extra, 0, gathered, before)
+            saved -= sum(piece.saved for piece in group)
+            own = sum(piece.local for piece in group) * self.state * on_device
+            held = 0 if sums else size * self.width
+            yield Memory(
+                0, waiting + sharded + root_grads + held + own, 0, saved + self.residual, 0, gathered, size * reduced
+            )
+            waiting, sharded, before = waiting - size * self.reduced * sums, sharded + own, size * reduced
+        stayed = sum(sizes) * stays * self.copies
+        if stage == 0:
+            more = self.rows * self.model.hidden_size * self.width  # the embedding's gradient
+            held = waiting + sharded + root_grads + more
+            yield Memory(0, held, 0, self.residual / 2, 0, root * self.copies + stayed, before)
+        unsharded = root * (self.reduced if sums else self.width)
+        yield Memory(0, sharded + unsharded + root_local * self.state * on_device, 0, 0, 0, stayed, root * reduced)
+
+    def _head(self) -> tuple[float, float]:
+        """Returns the bytes of logits with what their backward needs, and of the head's gradient."""
+        tokens, hidden, wide = self.shares.tokens, self.model.hidden_size, 4 if self.width < 8 else 8
+        weight, found = self.rows * hidden, tokens * hidden * self.width
+        if tokens * self.rows <= KEPT_LOGITS:
+            heads = 1 + self.model.num_nextn_predict_layers
+            return tokens * self.rows * (self.width * heads + 2 * wide) + found, weight * self.width
+        block = KEPT_LOGITS // self.rows * self.rows
+        return block * (self.width + 2 * wide) + found + weight * wide, weight * self.width

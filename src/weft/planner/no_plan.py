@@ -1,0 +1,102 @@
+"""Errors of a search that finds no plan: what is short, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from weft.config.derive import batch_sequences, sequence_length
+from weft.config.run import RunConfig
+from weft.errors import UserError
+from weft.formatting import byte_size, counted
+from weft.planner.candidates import Space
+from weft.planner.hardware import Hardware, hardware_names, load_hardware
+from weft.planner.memory import memory_of
+from weft.planner.plan import Plan, capacity, needed_bytes
+
+
+def too_many_devices(config: RunConfig, devices: int, hardware: Hardware) -> UserError:
+    """Returns the error for more devices than layers, heads and batch allow."""
+    most = 1 << (devices - 1).bit_length() - 1  # powers of 2 are enough for a hint
+    while most > 1 and not Space(config, most, hardware, within=False).possible():
+        most //= 2
+    sequences, length = batch_sequences(config), sequence_length(config)
+    layers = getattr(config.model, "num_hidden_layers", None)
+    return UserError(
+        f"{counted(devices, 'device')}: no mesh gives each of them work: the global batch has "
+        f"{counted(sequences, 'sequence')} (training.batch_tokens) and the model {layers} layers; use at most "
+        f"{counted(most, 'device')}, or set training.batch_tokens to {devices * length} or more"
+    )
+
+
+def nothing_fits(nearest: Sequence[Plan], hardware: Hardware) -> UserError:
+    """Returns the error for a search in which nothing fits, with remedies in the order of their cost.
+
+    Args:
+        nearest: the plans that need least memory; not empty.
+    """
+    plan = nearest[0]
+    parts = sorted(plan.memory.parts().items(), key=lambda one: -one[1])[:3]
+    largest = ", ".join(f"{name} {byte_size(size)}" for name, size in parts)
+    where = f"{counted(plan.devices, 'device')} of {byte_size(capacity(hardware))} ({hardware.device.name})"
+    if plan.excess > 0:
+        what = f"needs {byte_size(plan.memory.total)} per rank, {byte_size(plan.excess)} too much ({largest})"
+    else:
+        what = f"needs more host memory for offloading than {hardware.host.memory_gb:g} GB"
+    remedies = "; ".join(f"({number}) {text}" for number, text in enumerate(_remedies(plan, hardware), 1))
+    return UserError(f"no plan fits {where}: the nearest, {describe(plan)}, {what}; remedies by cost: {remedies}")
+
+
+def describe(plan: Plan) -> str:
+    """Returns a plan in short: mesh, micro-batch, recomputation and offloading."""
+    sizes = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items() if size > 1) or "one rank"
+    checkpointing, offload = plan.training["activation_checkpointing"], plan.config.parallel.offload
+    text = f"{sizes} with micro_batch_size {plan.training['micro_batch_size']}, recomputation {checkpointing}"
+    return text if offload == "none" else f"{text}, offload {offload}"
+
+
+def _remedies(plan: Plan, hardware: Hardware) -> list[str]:
+    """Returns five changes from cheap to expensive, each with the memory that the nearest plan would then need."""
+    config, length = plan.config, sequence_length(plan.config)
+
+    def needs(**sections: dict[str, Any]) -> str:
+        changes = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+        changed = config.model_copy(update=changes)
+        return byte_size(needed_bytes(changed, plan.devices, hardware))
+
+    found = []
+    if config.training.reduce_dtype in ("auto", "float32"):
+        found.append(f"training.reduce_dtype: bfloat16 ({needs(training={'reduce_dtype': 'bfloat16'})})")
+    if length >= 256 and length % 2 == 0 and length // 2 % (2 * plan.axes["cp"] * plan.axes["tp"]) == 0:
+        found.append(f"data.sequence_length: {length // 2} ({needs(data={'sequence_length': length // 2})})")
+    found.append(_with_more_devices(plan, hardware))
+    if (larger := _larger_device(plan, hardware)) is not None:
+        found.append(larger)
+    found.append("an adapter in place of all weights (adapter: {r: 16})")
+    found.append("a smaller model")
+    return found[:5]
+
+
+def _with_more_devices(plan: Plan, hardware: Hardware) -> str:
+    devices = plan.devices
+    for _ in range(10):
+        devices *= 2
+        sizes = {"dp_shard": plan.axes["dp_shard"] * devices // plan.devices}
+        parallel = plan.config.parallel.model_copy(update=sizes)
+        changed = plan.config.model_copy(update={"parallel": parallel})
+        needed = needed_bytes(changed, devices, hardware)
+        if needed <= capacity(hardware):
+            return f"{counted(devices, 'device')} ({byte_size(needed)})"
+    return f"{counted(2 * plan.devices, 'device')} and a shorter sequence"
+
+
+@cache
+def _devices() -> list[tuple[float, str]]:
+    return sorted((load_hardware(name).device.memory_gb, name) for name in hardware_names() if name[:3] != "cpu")
+
+
+def _larger_device(plan: Plan, hardware: Hardware) -> str | None:
+    needed = max(one.total for one in memory_of(plan.config, plan.devices))
+    name = next((name for memory, name in _devices() if memory * 1e9 >= needed), None)
+    return None if name is None or hardware.device.kind == "cpu" else f"--hardware {name} or another larger device"

@@ -1,0 +1,146 @@
+"""Measures the memory of a rank by running two steps of the real code on tensors without memory.
+
+The tensors are those of a CPU, so compare with `memory_of(..., cpu=True)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from weft.config.components import make_component
+from weft.config.derive import batch_sequences, sequence_length, split_batch
+from weft.config.mesh import mesh_shape
+from weft.config.model import ModelSection
+from weft.config.run import RunConfig
+from weft.data.batches.batch import Batch
+from weft.errors import UserError
+from weft.kernels.cross_entropy import CHUNK_ELEMENTS
+from weft.models.roles import parameter_roles
+from weft.optim.parameter_groups import parameter_groups
+from weft.parallel.apply import assemble
+from weft.parallel.axes.pipeline import Stages, passes_of
+from weft.parallel.gradients.clip import clip_gradients
+from weft.parallel.local_parameters import local
+from weft.parallel.model_state import model_plan
+from weft.parallel.passes import Passes
+from weft.parallel.structure import FakeWorld
+from weft.parallel.world import meshes
+from weft.planner.memory import memory_of
+from weft.planner.torch_private import MemoryCounter, Received, answering, without_values
+from weft.torch_private import fake_ranks
+
+
+@dataclass(frozen=True)
+class SimulatedMemory:
+    """The bytes of one rank in the second step.
+
+    Attributes:
+        rank: the rank.
+        parameters: its parameters.
+        optimizer: its optimizer's state.
+        peak: all tensors at their peak, with parameters and optimizer.
+    """
+
+    rank: int
+    parameters: int
+    optimizer: int
+    peak: int
+
+
+def simulate(config: RunConfig, devices: int) -> list[SimulatedMemory]:
+    """Simulates rank 0 and, of a pipeline, the first rank of the stages that need most by `memory_of`.
+
+    The process must have no process group. Conditions and errors are those of `simulate_rank`.
+    """
+    planned = memory_of(config, devices, cpu=True)
+    worst = max(range(len(planned)), key=lambda number: planned[number].total)
+    ranks = sorted({0, worst * devices // len(planned)})
+    return [simulate_rank(config, devices, rank) for rank in ranks]
+
+
+def simulate_rank(config: RunConfig, devices: int, rank: int = 0) -> SimulatedMemory:
+    """Builds the model of a rank, and runs two steps: the first one makes the optimizer's state.
+
+    Each rank of experts receives the same number of tokens.
+
+    Args:
+        config: a run of the built-in decoder, with `objective.type: pretrain`. `training.compile` is ignored. Dtype
+            "auto" is bfloat16.
+        devices: number of ranks.
+        rank: the simulated rank.
+
+    Raises:
+        UserError: the model or the objective is another one, or `parallel.offload` is set.
+    """
+    section = config.model
+    if not isinstance(section, ModelSection):
+        raise UserError(f"model.type: {section.type}, but plans are for the built-in decoder; set type: decoder")
+    if config.objective.type != "pretrain":
+        raise UserError(f"objective.type: {config.objective.type}, but memory is simulated for pretrain only")
+    if config.parallel.offload != "none":  # a simulated rank is a CPU: its state would count as the device's
+        raise UserError(f"parallel.offload: {config.parallel.offload}, but memory is simulated without; set it to none")
+    dtype = "bfloat16" if config.training.dtype == "auto" else config.training.dtype
+    config = config.model_copy(
+        update={"training": config.training.model_copy(update={"compile": False, "dtype": dtype})}
+    )
+    shape, device = mesh_shape(config.parallel, devices), torch.device("cpu")
+    length, given, moe = sequence_length(config), config.training.micro_batch_size, section.moe
+    per_rank, micro = split_batch(batch_sequences(config), length, shape, given, config.parallel)
+    rows = micro * length * (moe.num_experts_per_tok if moe else 0) // shape.cp
+    with (
+        fake_ranks(devices, rank),
+        without_values(rows) as mode,
+        mock.patch.dict(CHUNK_ELEMENTS, clear=True),  # logits in chunks for a CPU's caches would take minutes
+    ):
+        world = FakeWorld(rank, devices, device, shape, **meshes(shape, device))
+        model = assemble(model_plan(config), world)
+        with mode:  # a model that is built within the mode would take minutes
+            for stage in model.stages.values() if isinstance(model, Stages) else [model]:
+                stage.to_empty(device=device)
+        model.train()
+        groups = parameter_groups(model, parameter_roles(model), config.optimizer.no_decay, None)
+        optimizer = make_component(config.optimizer, "optimizer", groups)
+        passes = passes_of(model, make_component(config.objective, "objective"), world, config.parallel)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with answering(mode), MemoryCounter(mode, map(local, model.parameters())) as memory, Received():
+            passes.after_update()
+            for _ in range(2):
+                memory.peak = memory.now
+                _step(config, world, passes, parameters, optimizer, _batch(per_rank, length), micro)
+        values = [value for p in parameters for value in optimizer.state[p].values() if torch.is_tensor(value)]
+        states = [value for value in values if value.dim() > 0]
+        return SimulatedMemory(rank, _bytes(model.parameters()), _bytes(states), memory.peak)
+
+
+def _step(
+    config: RunConfig,
+    world: FakeWorld,
+    passes: Passes,
+    parameters: list[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    micro: int,
+) -> None:
+    """Computes the gradients of a batch, clips them, and updates the weights, as `weft.train.loop` does."""
+    weight = float(batch.tokens.numel() * world.shape.data_ranks)
+    passes.train(batch.split(micro), weight=weight, learned_tokens=weight, seed=lambda sample: sample)
+    clip_gradients(parameters, config.training.grad_clip, world.pp_group, world.device)
+    optimizer.step()
+    passes.after_update()
+    optimizer.zero_grad()
+
+
+def _batch(rows: int, length: int) -> Batch:
+    tokens, positions = torch.zeros(rows, length, dtype=torch.long), torch.arange(length).repeat(rows, 1)
+    weight, samples = torch.ones(rows, length), torch.arange(rows)
+    return Batch(
+        tokens=tokens, labels=tokens.clone(), weight=weight, positions=positions, segments=None, samples=samples
+    )
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)

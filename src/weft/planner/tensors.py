@@ -1,0 +1,98 @@
+"""The tensors that a block saves for backward, counted by the operations that save them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.config.mesh import can_exchange_heads
+from weft.planner.work import Shares
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the sizes of a block's tensors depend on.
+
+    Attributes:
+        shares: this rank's part of a micro-batch.
+        state: bytes of an element of the residual stream.
+        cpu: whether kernels are those of a CPU: RMS norms also save their result, and attention its transposed output.
+        cp_method: value of `parallel.cp_method`.
+    """
+
+    shares: Shares
+    state: int
+    cpu: bool
+    cp_method: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes of a block for one micro-batch.
+
+    Attributes:
+        inputs: the residual stream before the block.
+        everything: all tensors saved for backward, with `inputs`.
+        selective: results of matrix products, attention and communication, which mode `selective` keeps.
+        transient: gradients that exist at once within the backward pass.
+    """
+
+    inputs: float
+    everything: float
+    selective: float
+    transient: float
+
+
+def saved_tensors(sizes: Sizes, layer: int) -> Saved:
+    """Returns what a layer, counted from 0, saves for backward."""
+    shares, model = sizes.shares, sizes.shares.model
+    residual = shares.tokens / shares.mesh.tp * model.hidden_size * sizes.state
+    inner, kept, widest = _mlp(sizes, layer)
+    attention, kept_attention = _attention(sizes)
+    norms = 4 if model.norm_placement == "both" else 1 if model.use_parallel_residual else 2
+    extra = 1 if sizes.cpu and model.norm == "rmsnorm" else 0
+    return Saved(residual, residual * norms * (1 + extra) + attention + inner, kept + kept_attention, widest)
+
+
+def _attention(sizes: Sizes) -> tuple[float, float]:
+    """Returns the bytes that attention saves with its projections, and those that mode `selective` keeps."""
+    shares, model = sizes.shares, sizes.shares.model
+    tokens, width, cp = shares.tokens, shares.width, shares.mesh.cp
+    heads, groups = shares.heads
+    keys = (heads if model.mla is not None else groups) * (model.qk_head_dim + model.v_head_dim)
+    held = tokens * (heads * model.qk_head_dim + keys) * width
+    out, statistics = tokens * heads * model.v_head_dim * width, 4 * tokens * heads
+    total = tokens * model.hidden_size * width + held + out + statistics
+    if sizes.cpu and model.position == "rope":
+        total += out
+    if model.qk_norm:
+        total += tokens * (heads + groups) * model.qk_head_dim * 4 * (2 if sizes.cpu else 1)
+    if model.mla is not None:
+        total += tokens * (model.mla.kv_lora_rank + (model.mla.q_lora_rank or 0)) * (width + 4)
+    kept = held + out + statistics + tokens * model.hidden_size * width / shares.mesh.tp
+    counts = model.num_attention_heads, model.num_attention_heads if model.mla else model.kv_heads
+    method = sizes.cp_method
+    exchanges = method == "all_to_all" or (method == "auto" and can_exchange_heads(counts, shares.mesh.tp, cp))
+    if cp > 1 and not exchanges and method != "ring":
+        more = tokens * keys * width * (cp - 1)  # all keys and values
+        total, kept = total + more, kept + more
+    return total, kept
+
+
+def _mlp(sizes: Sizes, layer: int) -> tuple[float, float, float]:
+    """Returns the bytes that an MLP or experts save, those that mode `selective` keeps, and those of gradients."""
+    shares, model = sizes.shares, sizes.shares.model
+    tokens, width, mesh = shares.tokens, shares.width, shares.mesh
+    if model.moe is None or not model.has_experts(layer):
+        inner, into = max(1, model.inner_width // mesh.tp) * tokens * width, 2 if model.mlp == "gated" else 1
+        normed = tokens * model.hidden_size * width
+        return normed + 2 * into * inner, into * inner + normed / mesh.tp, (into + 1) * inner
+    moe = model.moe
+    rows, each = tokens * moe.num_experts_per_tok, max(1, (moe.moe_intermediate_size or model.inner_width) // mesh.tp)
+    inner, wide = each * rows * width, rows * model.hidden_size * width
+    router = tokens / mesh.tp * (model.hidden_size * 4 + moe.num_experts * 8)
+    total = router + (4 if mesh.ep > 1 else 2) * wide + 4 * inner + 16 * rows
+    kept = 2 * inner + 2 * wide
+    if moe.n_shared_experts:
+        total += tokens * (model.hidden_size + 4 * each * moe.n_shared_experts) * width
+        kept += tokens * 2 * each * moe.n_shared_experts * width
+    return total, kept, 3 * inner

@@ -1,0 +1,97 @@
+"""Chooses `parallel: auto`: the fastest plan of a run that fits its ranks, before the process group starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.config.dump import read_saved
+from weft.config.legal_mesh import check_mesh
+from weft.config.mesh import mesh_shape
+from weft.config.run import RunConfig
+from weft.errors import UserError
+from weft.observe.console import Console
+
+GENERIC = "cpu-generic"
+_TRAINING = ("micro_batch_size", "activation_checkpointing")
+
+
+def planned(config: RunConfig, ranks: int, console: Console, *, fresh: bool) -> RunConfig:
+    """Returns the config with the keys that the planner chose, if `parallel.auto` is true. Every rank finds the same.
+
+    The plan of the last session is kept if it was for as many ranks.
+
+    Args:
+        ranks: world size.
+        fresh: whether the run starts over.
+
+    Raises:
+        UserError: no plan fits, the model is not the built-in decoder, or no hardware file is known for this GPU.
+    """
+    if not config.parallel.auto:
+        return config
+    if not fresh and (kept := _last(config, ranks)) is not None:
+        console.line(f"parallel: {_text(kept, ranks)} (auto; as in the last session)")
+        return kept
+    from weft.planner.hardware import load_hardware  # not above: every run imports this file, and few are planned
+    from weft.planner.search import search
+
+    name = config.parallel.hardware or this_hardware()
+    try:
+        plan = search(config, ranks, load_hardware(name), limit=1).best[0]
+    except UserError as error:
+        raise UserError(f"parallel: auto: {error}") from error
+    chosen = plan.config
+    console.line(
+        f"parallel: {_text(chosen, ranks)} (auto; planned for {name}: {plan.prediction.step_seconds:.3g} s per step)"
+    )
+    return chosen
+
+
+def this_hardware() -> str:
+    """Returns the name of the hardware file of this machine's devices. Raises UserError if none is known."""
+    if not torch.cuda.is_available():
+        return GENERIC
+    from weft.planner.hardware import hardware_of
+
+    device, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 1e9
+    found = hardware_of(device, memory)
+    if found is None:
+        raise UserError(
+            f"parallel: auto: no hardware file describes {device}; measure one (weft bench device, weft bench comm), "
+            "and name it in parallel.hardware"
+        )
+    return found
+
+
+def _last(config: RunConfig, ranks: int) -> RunConfig | None:
+    """Returns the config with the plan of the last session; None if there is none that is legal for these ranks."""
+    file = config.run_directory / "config.yaml"
+    if not file.is_file():
+        return None
+    saved: dict[str, Any] = read_saved(file)
+    parallel, training = saved.get("parallel") or {}, saved.get("training") or {}
+    if not parallel.get("auto"):
+        return None
+    from weft.planner.candidates import PLANNED
+
+    changes = {key: parallel.get(key) for key in PLANNED}  # a saved config has no keys that are null
+    kept = config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update=changes),
+            "training": config.training.model_copy(update={key: training.get(key) for key in _TRAINING}),
+        }
+    )
+    try:
+        check_mesh(kept, ranks)
+    except UserError:  # another number of ranks, or a changed model or batch
+        return None
+    return kept
+
+
+def _text(config: RunConfig, ranks: int) -> str:
+    sizes = mesh_shape(config.parallel, ranks).sizes
+    axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+    training = config.training
+    return f"{axes}; micro_batch_size {training.micro_batch_size}, recomputation {training.activation_checkpointing}"

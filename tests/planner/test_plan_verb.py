@@ -1,0 +1,178 @@
+"""weft plan: its output, the file it writes, and what is wrong with its input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from weft.cli.main import main
+from weft.config.run import RunConfig
+from weft.planner.hardware import load_hardware
+from weft.planner.step import predict
+
+RUN = """
+model: {preset: llama-125m, vocab_size: 32000}
+tokenizer: no-such-tokenizer
+data: {train: no-such-store, sequence_length: 1024}
+training: {tokens: 1e9, batch_tokens: 65536}
+parallel: {zero_stage: 2, tp: 2}
+"""
+
+
+@pytest.fixture
+def weft(tmp_path, monkeypatch, capsys):
+    """Returns a function that runs `weft plan` in a folder with run.yaml: exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = main(["plan", *words])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+PLAN = ("run.yaml", "--devices", "4", "--hardware", "a100-sxm")
+
+
+def test_json_has_the_plans_best_first(weft):
+    code, out, err = weft(*PLAN, "--json", "--limit", "3", "--price", "2")
+    assert (code, err) == (0, "")
+    plans = json.loads(out)["plans"]
+    assert len(plans) == 3
+    assert [plan["step_seconds"] for plan in plans] == sorted(plan["step_seconds"] for plan in plans)
+    for plan in plans:
+        sizes = plan["parallel"]
+        assert sizes["pp"] * sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"] * sizes["tp"] == 4
+        assert type(plan["memory_bytes"]) is int
+        assert plan["memory_bytes"] == pytest.approx(sum(plan["memory"].values()), abs=10)
+        assert plan["memory_bytes"] <= 80e9
+        assert plan["step_seconds"] == pytest.approx(sum(plan["parts"].values()))
+        assert plan["tokens_per_second"] == pytest.approx(65536 / plan["step_seconds"])
+        hours = 15259 * plan["step_seconds"] / 3600 * 4
+        assert plan["gpu_hours"] == pytest.approx(hours)
+        assert plan["days"] == pytest.approx(hours / 4 / 24)
+        assert plan["energy_mwh"] == pytest.approx(hours * 400 / 1e6)
+        assert plan["price"] == pytest.approx(2 * hours)
+
+
+def test_the_written_file_is_the_plan(weft, tmp_path):
+    code, out, _ = weft(*PLAN, "--json", "--apply", "plan.yaml")
+    best = json.loads(out)["plans"][0]
+    assert code == 0
+    assert main(["config", "check", "plan.yaml", "--no-data", "--devices", "4"]) == 0
+    config = RunConfig.load("plan.yaml", check_data=False, ranks=4)
+    assert {key: getattr(config.parallel, key) for key in best["parallel"]} == best["parallel"]
+    assert config.parallel.zero_stage is None  # the plan's keys replace those of run.yaml
+    assert {key: getattr(config.training, key) for key in best["training"]} == best["training"]
+    assert config.training.batch_tokens == 65536
+    predicted = predict(config, 4, load_hardware("a100-sxm"))
+    assert predicted.step_seconds == pytest.approx(best["step_seconds"])
+    assert weft(*PLAN, "--apply", "plan.yaml")[0] == 0  # an earlier plan is replaced
+    code, _, err = weft(*PLAN, "--apply", "run.yaml")
+    assert (code, (tmp_path / "run.yaml").read_text()) == (2, RUN)
+    assert "run.yaml: this file exists and is not a plan" in err
+
+
+def test_keep_mesh_predicts_the_file_itself(weft):
+    code, out, _ = weft(*PLAN, "--json", "--keep-mesh")
+    (plan,) = json.loads(out)["plans"]
+    config = RunConfig.load("run.yaml", check_data=False, ranks=4)
+    assert code == 0
+    assert plan["parallel"]["tp"] == plan["parallel"]["dp_shard"] == 2
+    assert plan["parallel"]["zero_stage"] == 2
+    assert plan["step_seconds"] == predict(config, 4, load_hardware("a100-sxm")).step_seconds
+    _, out, _ = weft(*PLAN, "--json", "--limit", "1")
+    assert json.loads(out)["plans"][0]["step_seconds"] < plan["step_seconds"]
+
+
+def test_the_table_names_parts_and_the_runner_up(weft):
+    code, out, _ = weft(*PLAN)
+    assert code == 0
+    for word in ("mesh", "activations", "compute", "runner-up", "MFU", "device-hours", "a100-sxm"):
+        assert word in out
+
+
+def test_the_help_lists_the_hardware(weft):
+    code, out, _ = weft("--help")
+    assert code == 0
+    assert "h100-mn5" in out
+    assert "a100-leonardo" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--hardware", "h100-mn6"), r"no hardware file 'h100-mn6'; did you mean 'h100-mn5'"),
+        (("--devices", "0"), "--devices 0: use at least 1"),
+        (("--limit", "0"), "--limit 0: use at least 1"),
+        (("--price", "-1"), "--price -1: use a positive number"),
+        (("model.preset=llama-126m",), "llama-125m"),
+        (("--keep-mesh", "parallel.tp=8"), "parallel: tp 8 does not divide the 4 ranks"),
+        (("model={type: 'my:Net'}",), r"my:Net"),
+        (("training.dtype=float64", "--hardware", "b200", "--devices", "1000000"), "no mesh gives each of them work"),
+        (("model.preset=llama3.1-405b", "--devices", "2"), "no plan fits 2 devices"),
+    ],
+)
+def test_wrong_input_is_reported(weft, words, message):
+    code, out, err = weft(*PLAN, *words)
+    assert code == 2
+    assert message in err
+    assert out == ""
+    assert "Traceback" not in err
+
+
+def test_an_unknown_vocabulary_is_assumed_and_reported(weft, tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN.replace(", vocab_size: 32000", ""))
+    code, out, err = weft(*PLAN, "--json", "--keep-mesh")
+    assert code == 0
+    assert json.loads(out)["plans"]
+    assert "assuming 32,000" in err
+
+
+def test_no_torch_is_imported(weft):
+    script = f"import sys; from weft.cli.main import main; main(['plan', *{PLAN!r}, '--keep-mesh'])"
+    script += "; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_a_budget_has_sizes_by_each_law_and_advice(weft):
+    code, out, _ = weft("--budget", "1e22", "--json")
+    found = json.loads(out)
+    assert code == 0
+    for one in found["optima"]:
+        assert 6 * one["parameters"] * one["tokens"] == pytest.approx(1e22, rel=0.2)
+    assert found["spread"]["least"] <= found["spread"]["mean"] <= found["spread"]["most"]
+    assert len(found["advice"]) == 2
+    code, out, _ = weft("--budget", "1e22")
+    assert "chinchilla-3" in out
+    assert "learning rate" in out
+    assert weft("--budget", "3")[0] == weft("--devices", "2")[0] == 2
+
+
+def test_a_fitted_law_comes_first_in_a_budget(weft, tmp_path):
+    law = {"E": 1.5, "A": 400.0, "B": 400.0, "alpha": 0.34, "beta": 0.34}  # symmetric: as many parameters as tokens
+    (tmp_path / "fit.json").write_text(json.dumps({"parametric": {key: {"value": one} for key, one in law.items()}}))
+    code, out, _ = weft("--budget", "6e20", "--scaling", "fit.json", "--json")
+    own = json.loads(out)["optima"][0]
+    assert (code, own["law"]) == (0, "own")
+    assert own["parameters"] == pytest.approx(1e10)
+    assert own["tokens"] == pytest.approx(1e10)
+    assert own["loss"] == pytest.approx(1.5 + 800 / 1e10**0.34)
+    assert "fitted to your runs" in weft("--budget", "6e20", "--scaling", "fit.json")[1]
+    for words, message in (
+        (("--budget", "6e20", "--scaling", "no.json"), "no.json: not a fitted law"),
+        ((*PLAN, "--scaling", "fit.json"), "also give --budget"),
+    ):
+        code, _, err = weft(*words)
+        assert code == 2
+        assert message in err
+
+
+def test_the_largest_sequence_fits_and_is_longer(weft):
+    code, out, _ = weft(*PLAN, "--json", "--largest", "sequence", "--limit", "1")
+    assert code == 0
+    assert json.loads(out)["largest_sequence"] > 1024
+    assert "largest model" in weft(*PLAN, "--largest", "model", "--limit", "1")[1]
