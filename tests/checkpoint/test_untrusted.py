@@ -134,7 +134,16 @@ def test_a_file_that_is_a_link_out_of_the_checkpoint_is_refused(step, tmp_path):
         weft.load_model(step)
 
 
-@pytest.mark.parametrize("change", [{"pieces": [[0, [], []]]}, {"shape": [-1, 2]}, {"pieces": [[99, [0], [1]]]}, []])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pieces": [[0, [], []]]},
+        {"shape": [-1, 2]},
+        {"pieces": [[99, [0], [1]]]},
+        {"dtype": "nn"},  # a name of torch that is no dtype
+        [],
+    ],
+)
 def test_an_index_of_another_form_is_refused(step, change):
     content = json.loads((step / "index.json").read_bytes())
     name, entry = next((name, entry) for name, entry in content["tensors"].items() if len(entry["shape"]) == 2)

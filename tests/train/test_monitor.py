@@ -202,9 +202,9 @@ def test_waits_for_data_and_growing_memory_are_named_once(monitored):
 
     In a process of its own, in whose memory no earlier test has left room.
     """
-    steps = 2 * SAMPLES + 10
+    steps = SAMPLES + 8
     file, run = monitored(
-        {"every": 2},
+        {"every": 1},
         steps=10**8,
         rows={"seconds": 0.008},
         callback={"leak": 4_000_000, "stop": steps},

@@ -1,12 +1,14 @@
 """`checkpoint.mode: async` and `checkpoint.local`: the same run as with ordinary checkpoints, whatever survives."""
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
 
 import forked
 import pytest
+import torch
 
 from weft.checkpoint.checkpoint_files import find_damage
 from weft.checkpoint.load import checkpoints
@@ -150,3 +152,23 @@ def test_local_checkpoints_by_time(run_yaml, tmp_path, monkeypatch):
     run = tmp_path / "runs" / "demo"
     assert [step for where, step in saved if where == run] == [3, 6]
     assert [step for where, step in saved if where != run] == [1, 2, 4, 5]
+
+
+@pytest.mark.xdist_group("ranks")
+def test_replicas_divide_the_writing_evenly(run_yaml, tmp_path, ranks):
+    """Two replicas of two shards: every element is written once, and each rank writes a quarter."""
+    mesh, one_step = {"dp_replicate": 2, "dp_shard": 2}, {"steps": 1, "batch_tokens": 256, "micro_batch_size": 1}
+    changes = {"data": {"validation": None}, "schedule": {"type": "constant", "warmup_steps": 0}}
+    ranks.run(run_yaml(parallel=mesh, training=one_step, **changes), 4)
+    (checkpoint,) = checkpoints(tmp_path / "runs" / "demo")
+    index = json.loads((checkpoint / "index.json").read_text())
+    written, elements = dict.fromkeys((1, 2, 3, 4), 0), 0
+    for name, entry in index["tensors"].items():
+        covered = torch.zeros(entry["shape"], dtype=torch.int8)
+        for number, offset, shape in entry["pieces"]:
+            covered[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))] += 1
+            written[int(index["files"][number].split("-")[1])] += math.prod(shape)
+        assert (covered == 1).all(), name
+        elements += covered.numel()
+    assert sum(written.values()) == elements
+    assert max(written.values()) <= 1.2 * min(written.values()), written

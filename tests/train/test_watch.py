@@ -53,7 +53,7 @@ def watched(run_yaml, tmp_path, monkeypatch):
     (tmp_path / "watch_parts.py").write_text(PARTS)
     monkeypatch.chdir(tmp_path)
 
-    def write(name, *, bad=-1, without=(), factor=0.0, watch=None, length=16, dtype="float32", dropout=0.0):
+    def write(name, *, bad=-1, without=(), factor=0.0, watch=None, length=16, dtype="float32", dropout=0.0, save=None):
         rows = {"type": "watch_parts:Rows", "bad": bad, "without": list(without)}
         file = run_yaml(
             f"{name}.yaml",
@@ -63,7 +63,7 @@ def watched(run_yaml, tmp_path, monkeypatch):
             model={"num_hidden_layers": 1, "hidden_dropout": dropout},
             training={"steps": length, "dtype": dtype, "batch_tokens": BATCH * 32, "micro_batch_size": 2, "threads": 1},
             schedule={"type": "constant", "warmup_steps": 2},
-            checkpoint={"every": 5},
+            checkpoint={"every": 5} | (save or {}),
             callbacks=[{"type": "ema", "decay": 0.9}],
             log=QUIET,
         )
@@ -78,15 +78,16 @@ SPIKES = {"window": 8, "factor": 20.0}
 
 
 @pytest.mark.parametrize(
-    ("factor", "watch", "kind"),
+    ("factor", "watch", "kind", "save"),
     [
-        (0.0, {"non_finite": "rollback"}, "non-finite"),
-        (50.0, {"spike": SPIKES | {"action": "rollback"}}, "spike"),
+        (0.0, {"non_finite": "rollback"}, "non-finite", {}),
+        (50.0, {"spike": SPIKES | {"action": "rollback"}}, "spike", {"mode": "async"}),
+        (0.0, {"non_finite": "rollback"}, "non-finite", {"mode": "async", "local": {"steps": 1, "directory": "local"}}),
     ],
 )
-def test_a_rollback_equals_a_run_that_never_had_the_data(watched, factor, watch, kind, capsys):
+def test_a_rollback_equals_a_run_that_never_had_the_data(watched, factor, watch, kind, save, capsys):
     """The update of step 9 is bad: back to the checkpoint of step 5, without the data of updates 6 to 9."""
-    file, run = watched("bad", bad=8 * BATCH + 1, factor=factor, watch=watch)
+    file, run = watched("bad", bad=8 * BATCH + 1, factor=factor, watch=watch, save=save)
     assert train(file) == 0
     said = capsys.readouterr().err
     assert "step 9" in said
@@ -112,6 +113,20 @@ def test_a_run_that_is_stopped_after_a_rollback_goes_on_to_the_same_bits(watched
     assert losses(run) == losses(straight)
     assert_same_weights(run, straight)
     assert len(read_events(run)) == 1
+
+
+def test_a_rollback_to_a_damaged_checkpoint_deletes_nothing(watched, capsys):
+    """Step 12 is bad, and the run returns to the checkpoint before the newest, which is damaged."""
+    file, run = watched("damaged", bad=11 * BATCH, watch={"non_finite": "rollback", "rollback_checkpoints": 2})
+    assert train(file, "training.steps=10") == 0
+    older, newer = checkpoints(run)
+    file_of_it = next(older.glob("*.safetensors"))
+    content = bytearray(file_of_it.read_bytes())
+    content[-1] ^= 1
+    file_of_it.write_bytes(content)
+    assert train(file) == 2
+    assert file_of_it.name in capsys.readouterr().err
+    assert checkpoints(run) == [older, newer]
 
 
 @pytest.mark.parametrize("action", ["rollback", "skip"])

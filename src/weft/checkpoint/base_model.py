@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.adapter_record import AdapterRecord, read_adapter_record
@@ -29,10 +28,9 @@ from weft.files import cache_folder, file_stamps, locked, recall, remember
 from weft.models.adapter import is_adapter, quantized_weights
 from weft.models.layers.blockwise import quantize_blocks
 from weft.parallel import ranks
-from weft.parallel.local_parameters import local
+from weft.parallel.local_parameters import local, shard_part
 from weft.parallel.model_state import BaseModel
 from weft.parallel.ranks import error_on_all_ranks
-from weft.torch_private import compute_local_shape_and_global_offset
 
 DIGESTS = "digests-1"  # folder in the user's cache; another number if the digests of the same weights differ
 _ENDS = ("", "_scale")  # of the names of a quantized weight's tensors
@@ -62,7 +60,8 @@ def load_base(
     digest = check_digest(section, base, None if expected is None else expected.base, collective=True)
     quantized = quantized_weights(model)
     left = {f"{name}{end}" for names in ranks.all_gather_object(list(quantized)) for name in names for end in _ENDS}
-    in_base = ranks.agree(lambda: new_parts(section, base))[0] or (lambda _: True)  # not the head of a reward model
+    old, lacks = ranks.agree(lambda: new_parts(section, base))
+    in_base = old or (lambda _: True)  # not the head of a reward model
 
     def select(name: str) -> bool:
         return not is_adapter(name) and name not in left and in_base(name)
@@ -73,7 +72,7 @@ def load_base(
     else:
         load(base, model=model, select=select)
     ranks.agree(lambda: _fill_quantized(quantized, open_base(section, base)))
-    return BaseModel(base, digest)
+    return BaseModel(base, digest, lacks)
 
 
 def check_base(base: Path) -> None:
@@ -119,12 +118,9 @@ class _Shard(NamedTuple):
 
 
 def _shard(tensor: torch.Tensor) -> _Shard:
-    size, start = tuple(tensor.shape), (0,) * tensor.dim()
-    if isinstance(tensor, DTensor):
-        size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    places = [slice(first, first + count) for first, count in zip(start, size, strict=True)]
-    rows = range(start[0], start[0] + size[0]) if all(size) else range(0)
-    return _Shard(local(tensor), rows, tuple(places[1:]))
+    part = shard_part(tensor)
+    rows = range(part.start[0], part.start[0] + part.size[0]) if all(part.size) else range(0)
+    return _Shard(local(tensor), rows, part.slices[1:])
 
 
 def check_digest(section: AnyModelSection, base: Path, expected: BaseModel | None, *, collective: bool = False) -> str:

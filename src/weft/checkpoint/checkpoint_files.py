@@ -10,17 +10,24 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from weft.checkpoint.best import read_values
 from weft.config.adapter import RECORD as ADAPTER  # noqa: F401 (one of the names of files below)
 from weft.errors import UserError
-from weft.files import read_json, remove
+from weft.files import partial_path, read_json, remove
 from weft.processes import usable_cores
 
+if TYPE_CHECKING:
+    from weft.config.run import CheckpointSection
+
 FOLDER = "checkpoints"
+BEST = "best"  # name of a link to the best checkpoint
 CHECKSUMS = "checksums.json"
 INDEX = "index.json"
 OPTIMIZER = "optimizer.json"
@@ -28,6 +35,25 @@ MODEL = "model.json"
 STATE = "state.json"
 # In an imported folder: the content of config.json and generation_config.json, which the export writes again.
 ORIGIN = "huggingface.json"
+# torch's name of a dtype -> the name in a safetensors header.
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
 
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|old)")
@@ -101,11 +127,18 @@ class Keep(NamedTuple):
 
     Attributes:
         last: number of newest checkpoints to keep.
-        every: checkpoints whose step is divisible by this number are never deleted; None: only `last` counts.
+        every: checkpoints whose step is divisible by this number are never deleted; None: none.
+        best: number of checkpoints to keep that are best by the validation metric (`weft.checkpoint.best`).
     """
 
     last: int
     every: int | None = None
+    best: int = 0
+
+    @classmethod
+    def configured(cls, section: CheckpointSection) -> Keep:
+        """Returns what the section `checkpoint` of a config keeps in the run directory."""
+        return cls(section.keep_last, section.keep_every, section.keep_best)
 
 
 def surplus(folder: Path, keep: Keep, newest: Path | None = None) -> list[Path]:
@@ -114,10 +147,20 @@ def surplus(folder: Path, keep: Keep, newest: Path | None = None) -> list[Path]:
     if newest is None:
         return []
     found = list_checkpoints(folder)
-    kept = {*(found[-keep.last :] if keep.last > 0 else []), newest}
-    if keep.every:
-        kept |= {path for path in found if (step_of(path) or 0) % keep.every == 0}
-    return [path for path in found if path not in kept]
+    steps = [step_of(path) or 0 for path in found]
+    kept = kept_steps(steps, keep, read_values(folder).best(steps) if keep.best > 0 else [])
+    return [path for step, path in zip(steps, found, strict=True) if step not in kept and path != newest]
+
+
+def kept_steps(steps: Sequence[int], keep: Keep, best: Sequence[int]) -> set[int]:
+    """Returns the steps that `keep` selects.
+
+    Args:
+        steps: all steps, the lowest first.
+        best: steps with a validation, the best first.
+    """
+    kept = {*(steps[-keep.last :] if keep.last > 0 else []), *(best[: keep.best] if keep.best > 0 else [])}
+    return kept | ({step for step in steps if step % keep.every == 0} if keep.every else set())
 
 
 def prune(folder: Path, keep: Keep, newest: Path | None = None) -> None:
@@ -129,6 +172,21 @@ def prune(folder: Path, keep: Keep, newest: Path | None = None) -> None:
     """
     for path in surplus(folder, keep, newest):
         remove(path)
+
+
+def link_best(folder: Path) -> None:
+    """Points the link `best` at the best checkpoint in a folder, if one has a value and the file system has links.
+
+    Raises:
+        UserError: the record of the values cannot be read.
+    """
+    found = {step_of(path) or 0: path for path in list_checkpoints(folder)}
+    for step in read_values(folder).best(found)[:1]:
+        link = partial_path(folder / BEST)
+        with suppress(OSError):
+            link.unlink(missing_ok=True)
+            link.symlink_to(found[step].name)
+            os.replace(link, folder / BEST)
 
 
 # ---- verification
@@ -186,9 +244,7 @@ def read_index(directory: Path) -> dict[str, Any]:
                 if not len(offset) == len(shape) == len(entry["shape"]):
                     raise ValueError
                 index["files"][number]
-            if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(
-                entry["dtype"], str
-            ):
+            if not all(type(number) is int and number >= 0 for number in numbers) or entry["dtype"] not in DTYPES:
                 raise ValueError
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         raise UserError("not the index of a checkpoint; restore the checkpoint from a copy", path) from None

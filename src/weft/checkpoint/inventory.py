@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.load import find_checkpoint, resolve
+from weft.checkpoint.run_lock import lock_run, unlock_run
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
-from weft.files import lock_exclusively, remove
+from weft.files import remove
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,13 @@ def prune_run(run: Path, keep: files.Keep, *, dry_run: bool) -> list[Path]:
     if files.list_checkpoints(folder) and files.last_complete(folder, contents=False) is None:
         raise UserError("no checkpoint of this run is complete, so none is deleted", run)
     doomed = files.surplus(folder, keep)
-    lock = folder.parent / ".lock"
     if dry_run or not doomed:
         return doomed
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    lock = lock_run(folder.parent, "use --dry-run")
     try:
-        busy = "another process is training in this run directory; wait for it, or use --dry-run"
-        lock_exclusively(descriptor, busy, folder.parent)
         doomed = files.surplus(folder, keep)
         for path in doomed:
             remove(path)
     finally:
-        os.close(descriptor)
+        unlock_run(lock)
     return doomed

@@ -58,7 +58,8 @@ def find_checkpoint(path: str | Path) -> Path:
     if not path.exists():
         raise UserError("this path does not exist; give a run directory or a checkpoint", path)
     if not path.is_dir():
-        raise UserError("this is a file; give a run directory or a checkpoint directory", path)
+        remedy = f"import it: weft import {path} OUT" if path.suffix.lower() == ".gguf" else "give a run directory"
+        raise UserError(f"this is a file; {remedy}", path)
     if is_huggingface(path):
         return path
     if files.is_leftover(path):
@@ -309,8 +310,7 @@ def _match_optimizer(
             parameters that `optimizer` does not optimize.
     """
     saved = ranks.agree(lambda: _saved_optimizer(checkpoint, type(optimizer).__name__))
-    used: set[str] = set()
-    states: list[tuple[Tensor, dict[str, Any]]] = []
+    used, states = set[str](), list[tuple[Tensor, dict[str, Any]]]()
     for _, names, parameter, group in optimizer_parameters(optimizer, model):
         state: dict[str, Any] = {}
         for name in [name for name in _candidates(names, index) if name in saved["state"]][:1]:

@@ -36,7 +36,7 @@ def open_local(run: Path, directory: str | None) -> Path:
     Raises:
         UserError: the folder cannot be written, or another user owns it.
     """
-    parent = (Path(directory) if directory else default_directory()) / f"weft-{os.getuid()}"
+    parent = (Path(directory).absolute() if directory else default_directory()) / f"weft-{os.getuid()}"
     folder = recorded_folder(run)
     if folder is None or folder.parent != parent:
         folder = parent / secrets.token_hex(8)

@@ -13,29 +13,9 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint.checkpoint_files import Digest
+from weft.checkpoint.checkpoint_files import DTYPES, Digest
 
 _BLOCK = 16 * 2**20
-
-# torch's name of a dtype -> the name in a safetensors header.
-DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "C64",
-}
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

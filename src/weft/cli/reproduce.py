@@ -12,8 +12,12 @@ from weft.cli.on_ranks import add_run_arguments, run_on_ranks
 from weft.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from weft.config.run import RunConfig
+    from weft.train.reproduce import Recorded
     from weft.train.stop import Outcome
+    from weft.train.trainer import Trainer
 
 HELP = "repeat steps of a run, and compare each loss with the recorded one, bit by bit"
 GROUP = "train"
@@ -46,36 +50,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for option, value, least in (("--steps", args.steps, 1), ("--from", args.first, 0)):
-        if value is not None and value < least:
-            raise UserError(f"{option} {value}: use a number of at least {least}")
-    run = Path(args.file)
-    run = run.parent if run.name == CONFIG else run  # local processes get the file
-    if "RANK" in os.environ and args.out is None:
-        raise UserError("several processes need the same new directory; give --out")
-    from weft.config.dump import read_saved
-    from weft.config.trust import raise_unless_trusted
-    from weft.train.reproduce import default_out, make_directory, read_recorded
+    run = run_of(args, ("--steps", args.steps, 1), ("--from", args.first, 0))
+    from weft.train.reproduce import ReproducingTrainer, read_recorded
 
     recorded = read_recorded(run, args.first, args.steps)
+    options = ["--from", str(args.first), *([] if args.steps is None else ["--steps", str(args.steps)])]
+    return repeat_on_ranks(args, "reproduce", recorded, options, ReproducingTrainer)
+
+
+def run_of(args: argparse.Namespace, *numbers: tuple[str, int | None, int]) -> Path:
+    """Returns the run directory that the argument `file` names. Local processes get the file config.yaml in it.
+
+    Args:
+        numbers: options with their values and least values, which are checked.
+
+    Raises:
+        UserError: a value is too small, or this is a rank under torchrun, and `--out` is missing.
+    """
+    for option, value, least in numbers:
+        if value is not None and value < least:
+            raise UserError(f"{option} {value}: use a number of at least {least}")
+    if "RANK" in os.environ and args.out is None:
+        raise UserError("several processes need the same new directory; give --out")
+    run = Path(args.file)
+    return run.parent if run.name == CONFIG else run
+
+
+def repeat_on_ranks(
+    args: argparse.Namespace,
+    verb: str,
+    recorded: Recorded,
+    options: list[str],
+    trainer: Callable[[RunConfig, Recorded], Trainer],
+) -> int:
+    """Repeats steps of a run in another run directory, on as many ranks as the run had, and returns the exit code.
+
+    Args:
+        verb: name of the subcommand.
+        recorded: the run and its steps.
+        options: the options of the subcommand for local processes, without `--out`.
+        trainer: returns the trainer of a rank.
+    """
+    from weft.config.dump import read_saved
+    from weft.config.trust import raise_unless_trusted
+    from weft.train.reproduce import default_out, make_directory
+
+    run = recorded.run
     raise_unless_trusted(read_saved(run / CONFIG), run / CONFIG)
     if args.nproc is None and "RANK" not in os.environ:
         args.nproc = recorded.ranks
-    out = Path(args.out) if args.out is not None else default_out(run)
+    out = Path(args.out) if args.out is not None else default_out(run, verb.replace(" ", "-"))
     args.file = str(run / CONFIG)
     quoted = json.dumps({"name": out.name, "directory": str(out.parent)}, ensure_ascii=False)
     args.overrides = [*args.overrides, f"run={quoted}", "log.trackers=[]", "samples.prompts=[]"]
 
     def prepare(config: RunConfig) -> tuple[Path, list[str]]:
         make_directory(recorded, out)
-        steps = [] if args.steps is None else ["--steps", str(args.steps)]
-        return out, ["--from", str(args.first), *steps, "--out", str(out)]
+        return out, [*options, "--out", str(out)]
 
     def act(config: RunConfig) -> Outcome:
-        from weft.train.reproduce import ReproducingTrainer
-
         if os.environ.get("RANK", "0") == "0" and not out.is_dir():  # under torchrun
             make_directory(recorded, out)
-        return ReproducingTrainer(config, recorded).fit()
+        return trainer(config, recorded).fit()
 
-    return run_on_ranks(args, "reproduce", act, prepare)
+    return run_on_ranks(args, verb, act, prepare)

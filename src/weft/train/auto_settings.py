@@ -11,13 +11,16 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft.config.training import TrainingSection
 from weft.errors import UserError
 from weft.processes import usable_cores
+
+if TYPE_CHECKING:
+    from weft.parallel.world import World
 
 DTYPES = {
     "float64": torch.float64,
@@ -41,6 +44,14 @@ def choose(training: TrainingSection, device: torch.device) -> TrainingSection:
         dtype = "bfloat16" if bfloat16_is_faster(device) else "float32"
     determinism = training.determinism or ("exact" if device.type == "cpu" else "order")
     return training.model_copy(update={"dtype": dtype, "threads": threads, "determinism": determinism})
+
+
+def agree_on_settings(training: TrainingSection, world: World) -> TrainingSection:
+    """Returns what the first rank chooses (`choose`), and applies it on all ranks. All ranks must call it."""
+    chosen = world.agree(lambda: choose(training, world.device).model_dump(), only_first=True)
+    settings = TrainingSection(**chosen)
+    apply_choices(settings)
+    return settings
 
 
 def apply_choices(training: TrainingSection) -> None:

@@ -30,7 +30,7 @@ from weft.parallel.adapter import fill_from_base, subtract_initial_product
 from weft.parallel.apply import build_sharded_model
 from weft.parallel.gradients.compress import PowerSGD
 from weft.parallel.memory.offload import keep_state_on_host
-from weft.parallel.model_state import ModelPlan, state_of
+from weft.parallel.model_state import BaseModel, model_plan, state_of
 from weft.parallel.objective import Objective
 from weft.parallel.ranks import all_gather_object, error_on_all_ranks
 from weft.parallel.world import World
@@ -135,26 +135,6 @@ def _check_patterns(config: RunConfig, model: nn.Module, world: World) -> None:
     world.agree(lambda: check_patterns(config, trained))
 
 
-def model_plan(config: RunConfig) -> ModelPlan:
-    """Returns the plan from which the model of the run is built."""
-    training = config.training
-    return ModelPlan(
-        config.model,
-        config.parallel,
-        dtype=DTYPES[training.dtype],
-        reduce_dtype=DTYPES.get(training.reduce_dtype),  # None for "auto"
-        seed=config.run.seed,
-        compile=training.compile,
-        activation_checkpointing=training.activation_checkpointing,
-        only_rows_from=training.only_rows_from,
-        freeze=tuple(training.freeze),
-        sequence=config.data.sequence_length or 0,
-        fp8=training.fp8,
-        adapter=config.adapter,
-        qat=training.qat,
-    )
-
-
 def compressor(job: Job, model: nn.Module) -> PowerSGD | None:
     """Returns the `PowerSGD` that all-reduces gradients instead of FSDP2; None without `parallel.compress`."""
     config, world = job.config, job.world
@@ -183,19 +163,23 @@ def restore(
     compress: PowerSGD | None,
     callbacks: Callbacks,
     frozen: FrozenModels,
+    checkpoint: Path | None = None,
 ) -> dict[str, Any]:
     """Loads the last checkpoint of the run. For a new run, loads the weights of `model.from` or `model.path`, if set.
+
+    Args:
+        checkpoint: the checkpoint to load in place of the last one.
 
     Returns:
         The saved state: `step` (number of updates) and the other values of the checkpoint; `{"step": 0}` for a new run.
     """
     config, path, world = job.config, job.run.path, job.world
     adapter, select = config.adapter, None if config.adapter is None else saved_with_adapter(config.model)
-    local = world.agree(lambda: newest_local(path), only_first=True)
-    if local is not None:
-        job.console.line(f"resuming from the local checkpoint {local}")
-    if local is not None or world.agree(lambda: bool(checkpoints(path)), only_first=True):
-        checkpoint = local or world.agree(lambda: resolve(path))
+    if checkpoint is None and (checkpoint := world.agree(lambda: newest_local(path), only_first=True)) is not None:
+        job.console.line(f"resuming from the local checkpoint {checkpoint}")
+    if checkpoint is None and world.agree(lambda: bool(checkpoints(path)), only_first=True):
+        checkpoint = world.agree(lambda: resolve(path))
+    if checkpoint is not None:
         if adapter is not None:
             restore_base(job, model, world.agree(lambda: saved_record(checkpoint, adapter)))
 
@@ -214,8 +198,8 @@ def restore(
     if adapter is not None:
         start = world.agree(lambda: open_start(adapter, section))
         base = restore_base(job, model, None if start is None else start.record(adapter))
-        for text in world.agree(lambda: new_parts(section, base)[1]) if start is None or not start.heads else ():
-            job.console.line(text.format(base))
+        for text in base.lacks if start is None or not start.heads else ():
+            job.console.line(text.format(base.path))
         if start is None:
             fill_from_base(model, adapter)
         else:
@@ -234,8 +218,8 @@ def restore(
     return {"step": 0}
 
 
-def restore_base(job: Job, model: nn.Module, record: AdapterRecord | None) -> Path:
-    """Loads the weights of an adapter run's base model, and returns its path.
+def restore_base(job: Job, model: nn.Module, record: AdapterRecord | None) -> BaseModel:
+    """Loads the weights of an adapter run's base model, and returns it.
 
     Args:
         record: the record of the checkpoint from which the run resumes; None for a new run.
@@ -249,4 +233,4 @@ def restore_base(job: Job, model: nn.Module, record: AdapterRecord | None) -> Pa
             "(checkpoint.keep_last); copy the checkpoint, and set model.from to the copy"
         )
     state.base = load_base(model, section, path, record)
-    return path
+    return state.base

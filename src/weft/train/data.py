@@ -181,7 +181,7 @@ def open_given(
     """
     layout, length = layout_of(objective, config), sequence_length(config)
     source = GivenBatches(config, world, objective, layout, form)
-    micro = config.training.micro_batch_size or max(1, DEFAULT_MICRO_BATCH_TOKENS // length // layout.sequences)
+    micro = config.training.micro_batch or max(1, DEFAULT_MICRO_BATCH_TOKENS // length // layout.sequences)
     held_out, stores = open_held_out(config, world, console, layout, micro * layout.sequences)
     return Data(derive_intervals(config), source, held_out, *facts_of(stores))
 
@@ -246,7 +246,7 @@ def in_samples(length: RunLength, sequences: int, config: RunConfig, world: Worl
             f"{sequences} sequences of a sample; set a multiple of {sequences * length.sequence_length} tokens"
         )
     samples = math.ceil(length.sequences_per_step // sequences / world.shape.data_ranks)
-    micro = config.training.micro_batch_size or max(1, length.micro_batch_size // sequences)
+    micro = config.training.micro_batch or max(1, length.micro_batch_size // sequences)
     count = math.ceil(samples / min(micro, samples))
     if world.shape.pp > 1 and not config.parallel.supports(count, world.shape.pp):
         raise UserError(

@@ -182,3 +182,10 @@ def checksum(batch: Batch) -> int:
             found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
             found = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy(), found)
     return found & CHECKSUM
+
+
+def without_training_data(config: RunConfig) -> RunConfig:
+    """Returns a copy of a config without the keys that choose the batches, for a run whose batches are given."""
+    data = config.data.model_copy(update={"train": None, "length_warmup": None})
+    training = config.training.model_copy(update={"batch_tokens": None})
+    return config.model_copy(update={"data": data, "training": training})

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.checkpoint.checkpoint_files import step_of
+from weft.checkpoint.checkpoint_files import Keep, step_of
 from weft.checkpoint.load import checkpoints
+from weft.checkpoint.remote import RemoteRun, Uploader, open_remote
 from weft.config.run import RunConfig
-from weft.config.training import TrainingSection
 from weft.config.trust import remember_code
+from weft.formatting import masked
 from weft.observe.console import Console
 from weft.parallel.world import World
 from weft.processes import attempt
-from weft.train.auto_settings import apply_choices, choose
+from weft.train.auto_settings import agree_on_settings
 from weft.train.failure_record import RUN_ID, RankRecord, has_begun, record_last_attempt
 from weft.train.rank_watch import RankWatch
 from weft.train.run_directory import RunDirectory, claim, warn_of_other_writers
@@ -27,7 +28,9 @@ class Job:
 
     Attributes:
         watch: ends this rank if it hangs.
+        micro_batch: how the size of micro-batches was chosen, for the manifest; None unless it is `auto`.
         changes: what changed since the last session, on the first rank (see `RunDirectory.changes`).
+        remote: the run in the store of `checkpoint.remote`, on the first rank; None without this key.
     """
 
     config: RunConfig
@@ -35,7 +38,9 @@ class Job:
     run: RunDirectory
     console: Console
     watch: RankWatch
+    micro_batch: dict[str, Any] | None = None
     changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    remote: RemoteRun | None = None
 
     def __enter__(self) -> Job:
         self.watch.__enter__()
@@ -67,19 +72,49 @@ class Job:
 
         self.world.agree(compare, only_first=True)
 
+    def copy_last(self) -> None:
+        """Copies the newest checkpoint to the store of `checkpoint.remote` if it has no copy. All ranks call it.
 
-def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool) -> Job:
+        Raises:
+            UserError: the checkpoint could not be copied.
+        """
+
+        def copy() -> None:
+            found, settings, remote = checkpoints(self.run.path), self.config.checkpoint, self.remote
+            if remote is None or not found or step_of(found[-1]) in remote.steps():
+                return
+            uploader = Uploader(remote, self.run.path, Keep.configured(settings))
+            uploader.start(found[-1])
+            uploader.finish()
+            self.console.line(f"copied {found[-1].name} to {masked(remote.url)}")
+
+        self.world.agree(copy, only_first=True)
+
+
+def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool, saves: bool = True) -> Job:
     """Locks the run directory, and applies the automatic settings.
 
     The automatic settings are equal on all ranks.
 
     Args:
         fresh: whether to move the content of the run directory aside.
+        saves: whether the session saves checkpoints. A profile or a repetition does not touch the object store.
     """
     path = config.run_directory
     remember_code(config.as_dict())
     number = world.agree(attempt, only_first=True)  # a host that joined later counts fewer
-    lock = world.agree(lambda: claim(path, fresh=fresh and not has_begun(path, number)), only_first=True)
+    over = world.agree(lambda: fresh and not has_begun(path, number), only_first=True)
+    lock = world.agree(lambda: claim(path, fresh=over), only_first=True)
+    remote: RemoteRun | None = None
+    if saves and (url := config.checkpoint.remote) is not None:
+
+        def find_remote() -> str | None:
+            nonlocal remote
+            remote, message = open_remote(path, f"{url.rstrip('/')}/{path.name}", fresh=over)
+            return message
+
+        if (message := world.agree(find_remote, only_first=True)) is not None:
+            console.line(message)
     if world.rank == 0 and (warning := warn_of_other_writers(path)) is not None:
         console.warning(warning)
     run = RunDirectory(path, lock if world.rank == 0 else None)
@@ -88,7 +123,5 @@ def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool) -
         world.agree(lambda: record_last_attempt(path, os.environ[RUN_ID]), only_first=True)
         watch.record = RankRecord(path, world.rank, number)
     config = run.with_dtype(config)
-    chosen = world.agree(lambda: choose(config.training, world.device).model_dump(), only_first=True)
-    config = config.model_copy(update={"training": TrainingSection(**chosen)})
-    apply_choices(config.training)
-    return Job(config, world, run, console, watch)
+    config = config.model_copy(update={"training": agree_on_settings(config.training, world)})
+    return Job(config, world, run, console, watch, remote=remote)

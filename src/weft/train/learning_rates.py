@@ -9,6 +9,7 @@ from torch import nn
 
 from weft.config.run import OptimizerSection
 from weft.models.parameter_patterns import last_match
+from weft.optim.schedule import Schedule
 from weft.parallel.apply import numbered_blocks
 
 
@@ -42,3 +43,18 @@ def scale_learning_rates(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         group["lr"] *= group.get("lr_factor", 1.0)
+
+
+class ScheduledRates:
+    """Sets the learning rates of an optimizer's parameter groups: the configured rates times a schedule's factor."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule):
+        self.optimizer, self.schedule = optimizer, schedule
+        self.base = [group["lr"] for group in optimizer.param_groups]
+
+    def set(self, step: int) -> float:
+        """Sets the rates for the update after `step` updates. Returns the optimizer's default rate times the factor."""
+        factor = self.schedule(step)
+        for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
+            group["lr"] = base * factor
+        return self.optimizer.defaults["lr"] * factor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +29,7 @@ from weft.train.frozen_sources import FrozenModels
 from weft.train.given_batches import GivenBatches
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
+from weft.train.learning_rates import ScheduledRates
 from weft.train.recorder import Recorder
 from weft.train.rollouts.source import RolloutSource
 from weft.train.sample_writer import Sampler
@@ -39,6 +39,7 @@ from weft.train.stop import Outcome, StopRequest
 from weft.train.sums import BatchSums, sample_seed
 from weft.train.validate import validate
 from weft.train.watch.guard import Finding, Guard
+from weft.train.watch.integrity import Integrity
 from weft.train.watch.monitor import Monitor
 from weft.train.watch.reports import raise_unless_possible, warn_of_no_loss
 from weft.train.watch.rollback import roll_back
@@ -77,13 +78,13 @@ class Loop:
         self.balance = ExpertBalance(self.model, self.world)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.frozen_rows = FrozenRows(self.model, self.config.training.only_rows_from)
-        self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
+        self.rates = ScheduledRates(self.optimizer, self.schedule)
         self.measured: dict[str, float] = {}
         self.saved_at = self.validated_at = 0
         self.saver = self.new_saver(self)
         self.tokens = int(self.saved.get("tokens", 0))  # of all sessions
         self.guard = Guard(self.config.watch, self.saved)
-        self.monitor = self.new_monitor(self)
+        self.monitor, self.integrity = self.new_monitor(self), Integrity(self)
         raise_unless_possible(self.guard, self.data.source)
         if isinstance(self.data.source, RolloutSource):
             self.data.source.attach(self.passes, self.recorder.samples, self.length.samples_every)
@@ -112,7 +113,7 @@ class Loop:
                 found = self.update(batch, sums)
                 if found is None:
                     self.after_update(state.step)
-                elif found.action == "rollback" and roll_back(self):
+                elif found.action == "rollback" and roll_back(self, found):
                     batches.close()
                     batches = self.batches(state.step)
                 else:
@@ -138,6 +139,7 @@ class Loop:
         self.passes.after_update()
         self.saver.begin(step)
         self.monitor.begin(step)
+        self.integrity.begin(step)
         self.callbacks.call("begin", self.state)
         self.repeat_validation(step, missed=not self.saved.get("validated", True))
         return self.state
@@ -206,30 +208,27 @@ class Loop:
         """Makes one step: computes and clips the gradients, updates the weights, and collects metrics.
 
         Returns:
-            The finding because of which the run must end or return to a checkpoint; the step does not count then. None
-            otherwise, also if the update was skipped.
+            The finding because of which the run must end or return to a checkpoint; None otherwise, also if the update
+            was skipped. The step does not count after a finding of the gradients.
         """
         state, step = self.state, self.state.step
         state.batch, state.logged = batch, self.due(step + 1, self.config.log.every)
-        loss, scalars = self.accumulate_gradients(batch, sums.weight, sums.learned, step)
-        self.frozen_rows.clear_gradients()
-        self.scale.unscale(self.parameters)
-        if self.compress is not None:
-            self.compress.reduce(step)
-        norm = clip_gradients(self.parameters, self.config.training.grad_clip, self.world.pp_group, self.world.device)
+        loss, norm, scalars = self.compute_gradients(batch, sums)
         self.monitor.own.reduced()
         finite = math.isfinite(loss) and math.isfinite(norm)
         scaling = self.scale.metrics(finite)
         overflow = not finite and self.scale.may_skip()
-        found = None if overflow else self.guard.judge(loss, norm)
-        if found is not None:
-            if not found.updates:
-                self.optimizer.zero_grad()
-            self.recorder.found(found, step, self.guard.data_step(step))
-            if found.ends_step:
-                return found
-        lr = self.set_learning_rate(step)
-        if updated := not overflow and (found is None or found.updates):
+        judged = None if overflow else self.guard.judge(loss, norm)
+        found = [finding for finding in (self.integrity.replayed, judged) if finding is not None]
+        updates = not overflow and all(finding.updates for finding in found)
+        if not updates:
+            self.optimizer.zero_grad()
+        for finding in found:
+            self.recorder.found(finding, step, self.guard.data_step(step))
+            if finding.ends_step:
+                return finding
+        lr = self.rates.set(step)
+        if updates:
             with self.frozen_rows.unchanged():
                 self.optimizer.step()
             self.passes.after_update()
@@ -239,7 +238,7 @@ class Loop:
         self.scale.update(finite)
         self.optimizer.zero_grad()
         balance = self.balance.update()
-        state.step, state.loss, state.updated = step + 1, loss, updated
+        state.step, state.loss, state.updated = step + 1, loss, updates
         self.tokens += sums.tokens
         measured = {
             "tokens": self.tokens,
@@ -252,7 +251,21 @@ class Loop:
         for values in (balance, scaling, scalars):
             state.log(values)
         self.monitor.ended()
-        return None
+        return self.integrity.check_parameters(state.step)
+
+    def compute_gradients(self, batch: Batch, sums: BatchSums) -> tuple[float, float, dict[str, float]]:
+        """Computes the gradients of a step, and clips them.
+
+        Returns:
+            The mean loss, the global gradient norm before clipping, and the objective's scalars.
+        """
+        loss, scalars = self.accumulate_gradients(batch, sums.weight, sums.learned, self.state.step)
+        self.frozen_rows.clear_gradients()
+        self.scale.unscale(self.parameters)
+        if self.compress is not None:
+            self.compress.reduce(self.state.step)
+        world, limit = self.world, self.config.training.grad_clip
+        return loss, clip_gradients(self.parameters, limit, world.pp_group, world.device), scalars
 
     def after_update(self, step: int) -> None:
         """Calls the callbacks' `step`. Then saves, validates, generates samples and writes metrics, each if due."""
@@ -266,23 +279,15 @@ class Loop:
         self.recorder.write(self.state)
 
     def leave(self, status: str, *, signal: int | None = None, reason: str | None = None) -> Outcome:
-        """Ends the session and returns its outcome. Saves a checkpoint if the last step has none."""
+        """Ends the session and returns its outcome. Saves a checkpoint of the last step, unless it is corrupt."""
         step = self.state.step
-        if self.saved_at != step:
-            self.saver.save_last(step, self.time_left() if status == "stopped" else None)
+        if self.saved_at != step and status != "corruption":
+            self.saver.save_last(step, self.state.stop.agree_on_deadline() if status == "stopped" else None)
         self.saver.end()
         doing("ending the run", "end", LONG)  # callbacks, trackers, the report
         self.state.status = status
         self.callbacks.call("ended", self.state)
         return Outcome(status, step, self.state.loss, self.measured, signal, reason)
-
-    def time_left(self) -> float | None:
-        """Returns the seconds until the first deadline of a rank, which becomes that of all ranks; None without one."""
-        stop = self.state.stop
-        left = min((seconds for seconds in all_gather_object(stop.left) if seconds is not None), default=None)
-        if left is not None:
-            stop.deadline = time.monotonic() + left
-        return left
 
     def due(self, step: int, every: int | None) -> bool:
         """Whether to run, after step `step`, an action that runs every `every` steps and after the last step.
@@ -307,26 +312,17 @@ class Loop:
         if weight == 0:
             warn_of_no_loss(self.recorder, step)
         micro_batches = batch.split(self.data.micro_batch_size(batch))
-        total = self.passes.train(
+        train = partial(
+            self.passes.train,
             micro_batches,
             weight=weight or 1.0,
             learned_tokens=learned,
             seed=partial(sample_seed, self.config.run.seed, step),
             loss_scale=self.scale.factor,
         )
+        total = self.integrity.replay(train, step)
         loss, *pairs = self.world.sum(*total.unbind())
         return loss / (weight or 1.0), quotients(self.passes.scalars, pairs)
-
-    def set_learning_rate(self, step: int) -> float:
-        """Sets each parameter group's learning rate to its configured value times the schedule's factor for this step.
-
-        Returns:
-            The optimizer's default learning rate, multiplied by the same factor.
-        """
-        factor = self.schedule(step)
-        for group, base in zip(self.optimizer.param_groups, self.base_lr, strict=True):
-            group["lr"] = base * factor
-        return self.optimizer.defaults["lr"] * factor
 
     def validate(self, step: int) -> None:
         """Evaluates up to `validation.tokens` tokens (or `prompts`) of each set, or all of them after the last step."""
@@ -343,6 +339,7 @@ class Loop:
         self.recorder.validated(step, self.measured)
         self.validated_at = step
         self.callbacks.call("validated", self.state)
+        self.saver.validated(step, self.measured)
 
     def save(self, step: int) -> None:
         """Saves a checkpoint of the last step, and waits until it is complete."""

@@ -102,6 +102,7 @@ class Recorder:
             **({"data_left_out": data.left_out} if data.left_out else {}),
             **({"mixture": data.plan.as_dict()} if data.plan is not None else {}),
             **({"frozen_models": frozen_models} if frozen_models else {}),
+            **({"micro_batch_trials": job.micro_batch} if job.micro_batch else {}),
             "steps": data.length.steps,
             "tokens_per_step": data.length.tokens_per_step,
             "resumed_step": step,

@@ -57,6 +57,14 @@ class Recorded:
     skipped: Sequence[tuple[int, int]] = ()
 
 
+def check_run_directory(run: Path) -> dict[str, Any]:
+    """Returns the manifest of a run. Raises UserError if the directory is not that of a run."""
+    manifest = read_manifest(run)
+    if not manifest or not (run / "config.yaml").is_file():
+        raise UserError(f"not a run directory: it needs {MANIFEST} and config.yaml; give the directory of a run", run)
+    return manifest
+
+
 def read_recorded(run: Path, first: int, steps: int | None) -> Recorded:
     """Reads what a run recorded of the steps after `first`.
 
@@ -67,9 +75,7 @@ def read_recorded(run: Path, first: int, steps: int | None) -> Recorded:
         UserError: the directory is not that of a run, or the steps cannot be repeated from there: none of them is
             logged, the checkpoint of `first` is missing or damaged, or the config changed after it.
     """
-    manifest = read_manifest(run)
-    if not manifest or not (run / "config.yaml").is_file():
-        raise UserError(f"not a run directory: it needs {MANIFEST} and config.yaml; give the directory of a run", run)
+    manifest = check_run_directory(run)
     lines = {line["step"]: line for line in read_lines(run / METRICS) if line["step"] > first}
     logged = max(lines, default=first)
     last = logged if steps is None else first + steps
@@ -112,9 +118,9 @@ def read_skipped(run: Path) -> list[tuple[int, int]]:
     return [(int(step), int(count)) for step, count in windows]
 
 
-def default_out(run: Path) -> Path:
-    """Returns `RUN/reproduce-N` for the lowest number that is free."""
-    return next(out for n in itertools.count(1) if not os.path.lexists(out := run / f"reproduce-{n}"))
+def default_out(run: Path, name: str) -> Path:
+    """Returns `RUN/NAME-N` for the lowest number that is free."""
+    return next(out for n in itertools.count(1) if not os.path.lexists(out := run / f"{name}-{n}"))
 
 
 def make_directory(recorded: Recorded, out: Path) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import socket
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 from weft.checkpoint.checkpoint_files import FOLDER, find_damage, last_complete
 from weft.checkpoint.load import checkpoints
 from weft.checkpoint.local import newest_local
+from weft.checkpoint.run_lock import LOCK, lock_run, unlock_run
 from weft.config.dump import dump_yaml, read_saved
 from weft.config.run import RunConfig
 from weft.data.conversations.template import find_template, has_template
@@ -22,11 +20,10 @@ from weft.data.option_names import RUN_FILE
 from weft.data.tokenizers.copy import copy_tokenizer
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
-from weft.files import hidden_folder, lock_exclusively, publish, replace_file, report_write_errors
+from weft.files import hidden_folder, publish, replace_file, report_write_errors
 from weft.formatting import counted, flat
 from weft.headers import read_store_header
-from weft.observe.manifest import now, read_manifest
-from weft.processes import boot_id, process_exists
+from weft.observe.manifest import read_manifest
 
 # Keys that do not affect results: a resumed run can change them without a warning.
 SILENT = (
@@ -42,8 +39,6 @@ SILENT = (
     "training.determinism",
     "training.hang_timeout",
 )
-RECENT = 60.0  # seconds
-LAST_WORKERS = 20.0  # seconds
 LOSSY = "parallel.compress"
 # Keys that change how the same training is computed, what is measured, and paths whose content is checked elsewhere. A
 # change is reported, and needs no acceptance.
@@ -79,61 +74,12 @@ def claim(path: Path, *, fresh: bool) -> int:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise UserError(f"the run directory cannot be created: {error.strerror}; set run.directory", path) from None
-    owner = _read_owner(lock)
-    who = f" (process {owner['pid']} on {owner['host']}, since {owner['since']})" if owner else ""
-    busy = f"another process{who} is training in this run directory; wait for it, or give this run another run.name"
-    try:
-        if not _lock(lock, owner, busy, path) and owner and _may_be_running(owner, path):
-            raise UserError(busy, path)
-    except UserError:
-        os.close(lock)
-        raise
-    content = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "boot": boot_id(), "since": now()}).encode()
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, content, 0)
+    lock = lock_run(path, "give this run another run.name")
     if fresh:
         set_aside(path)
     return lock
-
-
-def _lock(lock: int, owner: Mapping[str, Any] | None, busy: str, path: Path) -> bool:
-    """Locks the open lock file. Returns False on a file system without locks.
-
-    If the recorded owner died on this host, its data workers, which inherited the lock, are about to end: waits for
-    them, at most `LAST_WORKERS` seconds.
-    """
-    deadline = time.monotonic() + LAST_WORKERS
-    while True:
-        try:
-            return lock_exclusively(lock, busy, path)
-        except UserError:
-            died = owner is not None and owner["host"] == socket.gethostname() and not process_exists(owner["pid"])
-            if not died or time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-
-
-def _read_owner(lock: int) -> dict[str, Any] | None:
-    """Returns who last locked a run directory: `host`, `pid`, `boot` and `since`; None if nobody is recorded."""
-    with suppress(OSError, ValueError):
-        owner = json.loads(os.pread(lock, 4096, 0))
-        if isinstance(owner, dict) and isinstance(owner.get("pid"), int) and {"host", "boot", "since"} <= owner.keys():
-            return owner
-    return None
-
-
-def _may_be_running(owner: Mapping[str, Any], path: Path) -> bool:
-    """Whether the recorded owner of a run directory may still train, on a file system that has no locks.
-
-    On this host, its process must exist. On another host, it must have written to the run in the last minute.
-    """
-    if owner["host"] == socket.gethostname():
-        return owner["boot"] == boot_id() and owner["pid"] != os.getpid() and process_exists(owner["pid"])
-    written = [file.stat().st_mtime for file in (path / "metrics.jsonl", *path.glob("logs/*")) if file.is_file()]
-    return time.time() - max(written, default=0.0) < RECENT
 
 
 def warn_of_other_writers(path: Path) -> str | None:
@@ -148,7 +94,7 @@ def warn_of_other_writers(path: Path) -> str | None:
 
 def set_aside(path: Path) -> None:
     """Moves the content of a run directory to `<name>.old-<n>`. Nothing is deleted."""
-    content = [entry for entry in path.iterdir() if entry.name != ".lock"]
+    content = [entry for entry in path.iterdir() if entry.name != LOCK]
     if not content:
         return
     names = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
@@ -208,11 +154,10 @@ class RunDirectory:
         """Unlocks the directory, and removes the directory if it is empty."""
         if self.lock is not None:
             with suppress(OSError):
-                os.ftruncate(self.lock, 0)
-                if [entry.name for entry in self.path.iterdir()] == [".lock"]:
-                    (self.path / ".lock").unlink()
+                if [entry.name for entry in self.path.iterdir()] == [LOCK]:
+                    (self.path / LOCK).unlink()
                     self.path.rmdir()
-            os.close(self.lock)
+            unlock_run(self.lock)
             self.lock = None
 
     def with_dtype(self, config: RunConfig) -> RunConfig:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint.background import BackgroundSaver
-from weft.checkpoint.checkpoint_files import FOLDER, Keep, list_checkpoints, step_of
+from weft.checkpoint.best import note_value
+from weft.checkpoint.checkpoint_files import FOLDER, Keep, checkpoint_name, link_best, list_checkpoints, step_of
 from weft.checkpoint.load import checkpoints
 from weft.checkpoint.local import KEPT, open_local, recorded_folder
+from weft.checkpoint.remote import Uploader
 from weft.checkpoint.save import Content, stage
 from weft.errors import UserError
-from weft.files import remove
+from weft.files import remove, report_write_errors
 from weft.observe.status import LONG, doing
 from weft.parallel.ranks import all_gather_object, error_on_all_ranks
 from weft.processes import boot_id
@@ -51,10 +53,13 @@ class Saver:
         self._local_step, self._local_at, self._local_due = 0, time.monotonic(), False
         self._step = 0  # of the checkpoint in progress
         self._completion = ExitStack()
+        self._uploader: Uploader | None = None  # of the first rank
 
     def begin(self, step: int) -> None:
         """Makes the folder of local checkpoints, if they are configured. Every rank must call it."""
         self._local_step, self._local_at, local = step, time.monotonic(), self.settings.local
+        if (remote := self.loop.job.remote) is not None:
+            self._uploader = Uploader(remote, self.loop.job.run.path, self._keep)
         world, path = self.loop.world, self.loop.job.run.path
         if step and not world.agree(lambda: step in map(step_of, checkpoints(path)), only_first=True):
             self.loop.saved_at = -1  # only a local checkpoint has this step
@@ -63,6 +68,10 @@ class Saver:
         self._local = world.agree(lambda: open_local(path, local.directory), only_first=True)
         if not all(all_gather_object(self._local.is_dir())):
             raise error_on_all_ranks("checkpoint.local: all ranks must be on one host; remove this key")
+
+    @property
+    def _keep(self) -> Keep:
+        return Keep.configured(self.settings)
 
     @property
     def votes(self) -> list[float]:
@@ -91,6 +100,30 @@ class Saver:
         elif self._local is not None and self._is_local_due(step) and not (self.background and self.background.busy):
             self.save(step, self._local)
 
+    def validated(self, step: int, measured: Mapping[str, float]) -> None:
+        """Notes the metric by which checkpoints are compared. Every rank must call it after each validation.
+
+        Raises:
+            UserError: validations have no such metric, or it cannot be written; on all ranks.
+        """
+        settings, loop = self.settings, self.loop
+        if not settings.keep_best:
+            return
+        if settings.best_metric not in measured:
+            raise error_on_all_ranks(
+                f"checkpoint.best_metric: validations have no metric {settings.best_metric!r}; use one of "
+                f"{', '.join(measured)}"
+            )
+        folder, value = loop.job.run.path / FOLDER, float(measured[settings.best_metric])
+
+        def note() -> None:
+            folder.mkdir(exist_ok=True)
+            with report_write_errors(folder):
+                note_value(folder, step, value, settings.best_metric, settings.best_mode)
+                link_best(folder)
+
+        loop.world.agree(note, only_first=True)
+
     def _is_local_due(self, step: int) -> bool:
         steps = self.settings.local.steps if self.settings.local is not None else None
         return self._local_due or (steps is not None and step - self._local_step >= steps)
@@ -104,8 +137,10 @@ class Saver:
         self.finish()
         self.loop.monitor.before_save(local)
         self._completion.pop_all()  # of a save that failed
-        loop, settings, background = self.loop, self.settings, self.background
-        keep = Keep(KEPT) if local is not None else Keep(settings.keep_last, settings.keep_every)
+        loop, background = self.loop, self.background
+        if self._uploader is not None and (problem := self._uploader.problem()) is not None:
+            loop.job.console.warning(f"{problem}; it is tried again with this one")
+        keep = Keep(KEPT) if local is not None else self._keep
         self._completion.callback(self._completed, step, time.monotonic(), local)
         self._completion.enter_context(loop.recorder.saving(step))
         hold = None if background is None else background.begin()
@@ -172,6 +207,8 @@ class Saver:
 
         def delete() -> None:
             folder = recorded_folder(self.loop.job.run.path)
+            if self._uploader is not None:
+                self._uploader.forget_after(step)
             for path in reversed(list_checkpoints(folder / FOLDER) if folder is not None else []):
                 if (step_of(path) or 0) > step:
                     remove(path)
@@ -180,10 +217,17 @@ class Saver:
         self._local_step = step
 
     def end(self) -> None:
-        """Waits for the checkpoint in progress, and deletes the local checkpoints, which are no longer needed."""
+        """Waits for the checkpoint in progress, deletes the local checkpoints, and waits for the copy in the store.
+
+        Raises:
+            UserError: the last checkpoint could not be written or copied, on all ranks.
+        """
         self.finish()
         if self._local is not None and self.loop.world.rank == 0:
             remove(self._local)
+        if self.settings.remote is not None:
+            doing("copying the last checkpoint to the object store", "save", LONG)
+        self.loop.world.agree(lambda: None if self._uploader is None else self._uploader.finish(), only_first=True)
 
     def __enter__(self) -> Saver:
         return self
@@ -206,6 +250,10 @@ class Saver:
             self.local_at = step
             return
         self.durable_at = step
+        if self._uploader is not None:
+            self._uploader.start(self.loop.job.run.path / FOLDER / checkpoint_name(step))
+        if self.settings.keep_best:
+            self.loop.world.agree(lambda: link_best(self.loop.job.run.path / FOLDER), only_first=True)
         self.durable_seconds = time.monotonic() - began
         state = self.loop.state
         now, state.step = state.step, step
@@ -231,6 +279,9 @@ class Saver:
 class NoSaver(Saver):
     """Saves nothing: a profile or a repetition has no checkpoint, even after a signal or a non-finite loss."""
 
+    def validated(self, step: int, measured: Mapping[str, float]) -> None:
+        """Notes nothing."""
+
     def begin(self, step: int) -> None:
         """Makes no folder."""
 
@@ -239,3 +290,6 @@ class NoSaver(Saver):
 
     def save_last(self, step: int, left: float | None) -> None:
         """Does nothing."""
+
+    def end(self) -> None:
+        """Waits for nothing."""

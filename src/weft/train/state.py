@@ -40,8 +40,8 @@ class State:
             with a validation.
         metrics: the metrics of the step so far: `loss`, `lr`, `grad_norm`, ..., and `validation_loss` after a
             validation.
-        status: "finished", "stopped" (by a signal), "stopped-early", "non-finite" or "spike"; None before the end
-            of the run.
+        status: "finished", "stopped" (by a signal), "stopped-early", "non-finite", "spike" or "corruption"; None
+            before the end of the run.
     """
 
     config: RunConfig

@@ -70,6 +70,20 @@ class StopRequest:
         """Seconds until the deadline of this rank; None without a deadline."""
         return None if self.deadline is None else self.deadline - time.monotonic()
 
+    def agree_on_deadline(self) -> float | None:
+        """Makes the first deadline of a rank that of all ranks. Returns the seconds until it; None without one.
+
+        Every rank must call it.
+        """
+        from weft.parallel.ranks import (
+            all_gather_object,
+        )  # not above: the launcher, which needs no torch, imports this file
+
+        left = min((seconds for seconds in all_gather_object(self.left) if seconds is not None), default=None)
+        if left is not None:
+            self.deadline = time.monotonic() + left
+        return left
+
     @property
     def votes(self) -> list[float]:
         """This rank's votes, to be summed over all ranks: 1 or 0 for each signal, then for a callback's request."""
@@ -88,8 +102,9 @@ class Outcome:
 
     Attributes:
         status: "finished"; "stopped" by a signal; "stopped-early" by a callback; "non-finite" after a loss or
-            gradient that is not finite; or "spike" (see `watch`).
-        step: number of updates of all sessions, including skipped updates; a checkpoint of this step exists.
+            gradient that is not finite; "spike"; or "corruption" (see `watch`).
+        step: number of updates of all sessions, including skipped updates; a checkpoint of this step exists, unless the
+            status is "corruption".
         loss: the loss of the last update, in nats per token (or per unit of the objective's weight); None if this
             session made no update.
         validation: the metrics of the session's last validation.

@@ -29,19 +29,23 @@ from weft.parallel.ranks import error_on_all_ranks
 from weft.parallel.same_run import compare_ranks
 from weft.parallel.world import World, start_world
 from weft.processes import signal_handler
+from weft.train.auto_plan import planned
 from weft.train.auto_settings import kernels_of, prepare_environment
 from weft.train.before_packing import check_before_packing
 from weft.train.build import Built, build, components, compressor, make_schedule, restore
 from weft.train.cached_logprobs import fill_logprobs
 from weft.train.cached_prepare import cache_prepared
 from weft.train.frozen_sources import build_frozen, open_frozen
+from weft.train.given_batches import without_training_data
 from weft.train.job import prepare
 from weft.train.loop import Loop
+from weft.train.micro_batch import choose_micro_batch
 from weft.train.open_data import open_run_data
 from weft.train.preflight import check_run, check_transformers_model, run_facts
 from weft.train.recorder import Recorder
 from weft.train.run_directory import set_aside_damaged
 from weft.train.sample_writer import Sampler
+from weft.train.saving import Saver
 from weft.train.session import Session
 from weft.train.stop import Outcome, StopRequest
 
@@ -131,6 +135,7 @@ class Trainer:
         with (built := self._build()).cleanup:
             step, steps, world = built.step, built.data.length.steps, built.job.world
             if steps is not None and step >= steps:
+                built.job.copy_last()
                 self.console.line(built.job.run.nothing_to_do(step, steps))
                 world.close()
                 return Outcome("finished", step, None, {})
@@ -273,6 +278,7 @@ class Trainer:
     def _build(self) -> Built:
         """Starts the process group, builds the model and all other components, and restores the last checkpoint."""
         self._pack_sources()
+        self.config = planned(self.config, int(os.environ.get("WORLD_SIZE", 1)), self.console, fresh=self.fresh)
         compare_ranks(lambda: run_facts(self.user_config))
         check_mesh(self.config, int(os.environ.get("WORLD_SIZE", 1)))
         prepare_environment(self.config.training)
@@ -280,7 +286,8 @@ class Trainer:
             world = start_world(self.config.parallel)
             cleanup.callback(world.abandon)
             self._check_and_warn(world)
-            job = prepare(self.config, world, self.console, fresh=self.fresh)
+            saves = getattr(self.loop, "new_saver", Saver) is Saver
+            job = prepare(self.config, world, self.console, fresh=self.fresh, saves=saves)
             cleanup.enter_context(job)
             cleanup.enter_context(kernels_of(job.config.training))
             if self.from_last_good:
@@ -288,6 +295,7 @@ class Trainer:
                     self.console.warning(line)
             check_run(job, verify=self.verify)
             objective, callbacks = world.agree(lambda: components(job.config, world))
+            job = choose_micro_batch(job, objective, given=self.batches is not None)
             data = open_run_data(job, objective, callbacks, self.batches)
             job.compare_with_last_session(data.digests, data.length.steps, accepted=self.accept_changes)
             model, optimizer = build(job.config, world, objective)
@@ -339,10 +347,3 @@ class Trainer:
         given = self.batches is not None
         for warning in world.agree(lambda: warnings(self.user_config, world.shape, given=given), only_first=True):
             self.console.warning(warning)
-
-
-def without_training_data(config: RunConfig) -> RunConfig:
-    """Returns a copy of a config without the keys that choose the batches, for a run whose batches are given."""
-    data = config.data.model_copy(update={"train": None, "length_warmup": None})
-    training = config.training.model_copy(update={"batch_tokens": None})
-    return config.model_copy(update={"data": data, "training": training})

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import zstandard
 
-from weft.checkpoint.tensor_file import DTYPES
+from weft.checkpoint.checkpoint_files import DTYPES
 from weft.errors import UserError
 from weft.files import read_json
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.checkpoint_files import DTYPES
 from weft.checkpoint.distributed.inert_pickle import Record, name_of, parse_pickle
 from weft.checkpoint.saved_tensor import SavedTensor
-from weft.checkpoint.tensor_file import DTYPES
 from weft.errors import UserError
 
 METADATA = ".metadata"

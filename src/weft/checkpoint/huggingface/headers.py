@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from weft.checkpoint.checkpoint_files import DTYPES
 from weft.checkpoint.huggingface import pickled
 from weft.checkpoint.huggingface.quantized import StoredTensor
-from weft.checkpoint.tensor_file import DTYPES
 from weft.errors import UserError
 from weft.families.config_json import INDEX, SINGLE
 from weft.files import read_json

@@ -18,6 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-every", type=int, metavar="N", help="also keep checkpoints whose step is divisible by N"
     )
+    parser.add_argument(
+        "--keep-best", type=int, metavar="N", help="also keep the N checkpoints whose validation is best"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
 
@@ -30,10 +33,14 @@ def run(args: argparse.Namespace) -> int:
     from weft.formatting import byte_size, counted
     from weft.observe.console import Console
 
-    for name, value in (("--keep-last", args.keep_last), ("--keep-every", args.keep_every)):
+    for name, value in (
+        ("--keep-last", args.keep_last),
+        ("--keep-every", args.keep_every),
+        ("--keep-best", args.keep_best),
+    ):
         if value is not None and value < 1:
             raise UserError(f"{name} {value}: use a positive number")
-    console, where, keep = Console(), Path(args.run), Keep(args.keep_last, args.keep_every)
+    console, where, keep = Console(), Path(args.run), Keep(args.keep_last, args.keep_every, args.keep_best or 0)
     sizes = {path: describe(path).bytes for path in prune_run(where, keep, dry_run=True)}
     doomed = list(sizes) if args.dry_run else prune_run(where, keep, dry_run=False)
     for path in doomed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ class Finding:
     """A step whose loss or gradient norm is not as usual.
 
     Attributes:
-        kind: "non-finite" or "spike".
+        kind: "non-finite", "spike" or "corruption".
         action: "warn", "skip", "rollback" or "stop".
         text: what was found, without the step.
         values: the values for the event.
@@ -41,6 +42,42 @@ class Finding:
         return self.action in ("stop", "rollback")
 
 
+class Recent:
+    """The last `window` values of a number, in the order of time and sorted. All are finite.
+
+    A step costs one search in the sorted list, in place of a sort.
+    """
+
+    def __init__(self, window: int, values: Iterable[float] = ()):
+        self.values: deque[float] = deque(values, maxlen=window)
+        self._sorted = sorted(self.values)
+
+    def add(self, value: float) -> None:
+        """Adds a value, in place of the oldest one if there are `window` values."""
+        if len(self.values) == self.values.maxlen:
+            del self._sorted[bisect_left(self._sorted, self.values[0])]
+        self.values.append(value)
+        insort(self._sorted, value)
+
+    @property
+    def median(self) -> float:
+        """The median of the values."""
+        middle = len(self._sorted) // 2
+        return self._sorted[middle] if len(self._sorted) % 2 else (self._sorted[middle - 1] + self._sorted[middle]) / 2
+
+    def is_spike(self, value: float, factor: float) -> bool:
+        """Returns whether `value` exceeds the median by more than `factor` deviations.
+
+        A deviation is 1.4826 times the median absolute deviation, which estimates the standard deviation of normally
+        distributed values although some of them are spikes; it is at least `LEAST_DEVIATION` of the median.
+        """
+        usual = self.median
+        excess = value - usual
+        if excess <= factor * LEAST_DEVIATION * abs(usual):
+            return False  # nearly all steps end here, before the slower part
+        return excess > factor * 1.4826 * median(abs(one - usual) for one in self._sorted)
+
+
 class Guard:
     """Compares each step's loss and gradient norm with those of the last steps.
 
@@ -60,14 +97,15 @@ class Guard:
     def __init__(self, section: WatchSection, saved: dict[str, Any]):
         state = saved.get("watch") or {}
         self.section, self.spike = section, section.spike
-        self.recent = {name: deque(state.get(name, ()), maxlen=self.spike.window) for name in ("loss", "grad_norm")}
+        self.recent = {name: Recent(self.spike.window, state.get(name, ())) for name in ("loss", "grad_norm")}
         self.windows = [(int(step), int(count)) for step, count in state.get("skipped_data", ())]
         self.rollbacks = int(state.get("rollbacks", 0))
 
     @property
     def may_roll_back(self) -> bool:
         """Whether the config lets the run return to a checkpoint."""
-        return "rollback" in (self.spike.action, self.section.non_finite)
+        checks = self.section.parameter_check_every or self.section.replay_every
+        return "rollback" in (self.spike.action, self.section.non_finite, checks and self.section.corruption)
 
     def judge(self, loss: float, norm: float) -> Finding | None:
         """Returns what is unusual about a step; None if nothing is. Remembers the values.
@@ -79,16 +117,17 @@ class Guard:
         values = {"loss": loss, "grad_norm": norm}
         if not (math.isfinite(loss) and math.isfinite(norm)):
             text = f"the loss ({loss}) or the gradient norm ({norm}) is not finite"
-            return Finding("non-finite", self._allowed(self.section.non_finite), text, values)
+            skipped = {"skipped_data": list(self.windows)} if self.windows else {}  # to repeat the step
+            return Finding("non-finite", self.allowed(self.section.non_finite), text, values | skipped)
         found = next((name for name, value in values.items() if self._is_spike(name, value)), None)
         finding = None
         if found is not None:
-            usual, count = median(self.recent[found]), len(self.recent[found])
+            usual, count = self.recent[found].median, len(self.recent[found].values)
             what = {"loss": "the loss", "grad_norm": "the gradient norm"}[found]
             text = f"{what} is a spike ({values[found]:.5g}; the median of the last {count} steps is {usual:.5g})"
-            finding = Finding("spike", self._allowed(self.spike.action), text, {**values, "of": found, "median": usual})
+            finding = Finding("spike", self.allowed(self.spike.action), text, {**values, "of": found, "median": usual})
         for name, value in values.items():
-            self.recent[name].append(value)
+            self.recent[name].add(value)
         return finding
 
     def data_step(self, step: int) -> int:
@@ -105,26 +144,13 @@ class Guard:
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint, as JSON values."""
-        recent = {name: list(values) for name, values in self.recent.items()}
+        recent = {name: list(kept.values) for name, kept in self.recent.items()}
         return {"watch": {**recent, "skipped_data": self.windows, "rollbacks": self.rollbacks}}
 
-    def _allowed(self, action: str) -> str:
+    def allowed(self, action: str) -> str:
+        """Returns `action`, or "stop" in place of a rollback after `watch.max_rollbacks` of them."""
         return "stop" if action == "rollback" and self.rollbacks >= self.section.max_rollbacks else action
 
     def _is_spike(self, name: str, value: float) -> bool:
         recent = self.recent[name]
-        return len(recent) >= self.spike.window // 2 and is_spike(value, recent, self.spike.factor)
-
-
-def is_spike(value: float, recent: Iterable[float], factor: float) -> bool:
-    """Returns whether `value` exceeds the median of `recent` by more than `factor` deviations.
-
-    A deviation is 1.4826 times the median absolute deviation, which estimates the standard deviation of normally
-    distributed values although some of them are spikes; it is at least `LEAST_DEVIATION` of the median.
-    """
-    recent = list(recent)
-    usual = median(recent)
-    excess = value - usual
-    if excess <= factor * LEAST_DEVIATION * abs(usual):
-        return False  # nearly all steps end here, before the slower part
-    return excess > factor * 1.4826 * median(abs(one - usual) for one in recent)
+        return len(recent.values) >= self.spike.window // 2 and recent.is_spike(value, self.spike.factor)

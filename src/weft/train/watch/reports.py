@@ -43,6 +43,9 @@ def react(recorder: Recorder, found: Finding, step: int, data_step: int) -> None
         UserError: the run must stop, and the batch was passed to `Trainer.step`.
     """
     source, training = recorder.source, recorder.config.training
+    if found.kind == "corruption":
+        _report_corruption(recorder, found, step)
+        return
     what = f"step {step + 1}: {found.text}" + ("" if found.updates else ". The update was not made")
     remedy = (
         "optimizer.lr, lengthen the warm-up or lower training.grad_clip"
@@ -66,6 +69,23 @@ def react(recorder: Recorder, found: Finding, step: int, data_step: int) -> None
         "command again",
     }[found.action]
     recorder.console.warning(f"{what}{then}{where}")
+
+
+def _report_corruption(recorder: Recorder, found: Finding, step: int) -> None:
+    """Warns of a corruption, and records it as an event. Raises UserError as `react` does."""
+    what = f"step {step + 1}: {found.text}"
+    recorder.world.agree(
+        lambda: record(recorder, step + 1, found.kind, found.action, what, **found.values), only_first=True
+    )
+    cause = "test the memory and the processors of these hosts, or set training.determinism: exact"
+    if found.action == "stop" and isinstance(recorder.source, GivenBatches):
+        raise error_on_all_ranks(f"{what}; do not save these weights; {cause}")
+    then = {
+        "warn": "",
+        "rollback": "; the run returns to the newest checkpoint from before it, and repeats the steps",
+        "stop": "; the run ends without a new checkpoint",
+    }[found.action]
+    recorder.console.warning(f"{what}{then}; {cause}")
 
 
 def warn_of_no_loss(recorder: Recorder, step: int) -> None:

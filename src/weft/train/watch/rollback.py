@@ -9,40 +9,52 @@ from weft.checkpoint.load import checkpoints
 from weft.files import remove
 from weft.parallel.gradients.scaling import LossScale
 from weft.train.build import restore
-from weft.train.watch.guard import Guard
+from weft.train.watch.guard import Finding, Guard
+from weft.train.watch.integrity import KIND
 
 if TYPE_CHECKING:
     from weft.train.loop import Loop
 
 
-def roll_back(loop: Loop) -> bool:
+def roll_back(loop: Loop, found: Finding) -> bool:
     """Returns a run to the checkpoint that `watch.rollback_checkpoints` selects. All ranks must call it.
 
     The data from that checkpoint to the current step, whose update was not made, are skipped. The checkpoint is saved
-    again with the skipped window, so that a resumed run skips the same data. Checkpoints of later steps are deleted,
-    and so are the metrics of the repeated steps. Trackers keep them.
+    again with the skipped window, so that a resumed run skips the same data. After a corruption, no data are skipped,
+    and the checkpoint is the newest one from before it.
+
+    Once the checkpoint is loaded, later checkpoints are deleted, and so are the metrics of the repeated steps. Trackers
+    keep them.
 
     Returns:
         False if the run has no checkpoint. Nothing is changed then.
     """
     job, guard, section = loop.job, loop.guard, loop.config.watch
     loop.saver.finish()
-    found = job.world.agree(lambda: checkpoints(job.run.path), only_first=True)
-    if not found:
+    saved_ones = job.world.agree(lambda: checkpoints(job.run.path), only_first=True)
+    if not saved_ones:
         return False
-    target = found[-min(section.rollback_checkpoints, len(found))]
-    step = step_of(target)
-    assert step is not None
-    until = guard.data_step(loop.state.step) + 1
-    later = found[found.index(target) + 1 :]
+    steps = {path: step_of(path) or 0 for path in saved_ones}
+    if found.kind == KIND:
+        trusted = [path for path in saved_ones if steps[path] <= found.values["equal_step"]]
+        if not trusted:
+            return False
+        target = trusted[-1]
+    else:
+        target = saved_ones[-min(section.rollback_checkpoints, len(saved_ones))]
+    step, until = steps[target], guard.data_step(loop.state.step) + 1
+    # Loaded, and so verified, before anything is deleted.
+    saved = restore(job, loop.model, loop.optimizer, loop.compress, loop.callbacks, loop.frozen, target)
+    loop.saver.forget_after(step)  # a local checkpoint that is newer than all others would be resumed
+    later = [path for path in saved_ones if steps[path] > step]
     job.world.agree(lambda: [remove(path) for path in reversed(later)], only_first=True)
-    loop.saver.forget_after(step)
-    saved = restore(job, loop.model, loop.optimizer, loop.compress, loop.callbacks, loop.frozen)
     loop.scale = LossScale(loop.config.training, saved)
     loop.tokens = int(saved.get("tokens", 0))
     loop.guard = Guard(section, saved)
     loop.guard.rollbacks = guard.rollbacks + 1
-    loop.guard.skip_data(step, until)
+    if found.kind != KIND:
+        loop.guard.skip_data(step, until)
+    loop.integrity.checked = step
     state = loop.state
     state.step, state.metrics, state.updated = step, {}, True
     loop.saved_at, loop.validated_at, loop.measured = step, 0, {}

@@ -1,0 +1,270 @@
+"""`checkpoint.remote`: copies in an object store, and runs that continue from them on a host that has nothing."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from weft.checkpoint import remote as module
+from weft.checkpoint.checkpoint_files import Keep, find_damage
+from weft.checkpoint.load import checkpoints
+from weft.cli.main import main
+from weft.errors import UserError
+
+SHORT = {"training": {"steps": 6, "batch_tokens": 128, "micro_batch_size": 2}, "data": {"validation": None}}
+PROFILE = ["--warmup", "1", "--steps", "1", "--out"]
+CONSTANT = {"type": "constant", "warmup_steps": 0}
+
+
+class Flaky(MemoryFileSystem):
+    """A store that fails: `failures` has the numbers of the uploads that do, or is "half": parts arrive."""
+
+    protocol = "flaky"
+    store, pseudo_dirs = {}, [""]
+    failures: ClassVar = set()
+    count = 0
+
+    def put_file(self, lpath, rpath, **options):
+        type(self).count += 1
+        if self.failures == "half" and rpath.endswith(".safetensors"):
+            self.pipe_file(rpath, Path(lpath).read_bytes()[:100])
+            raise OSError(500, "Internal Error")
+        if self.failures != "half" and self.count in self.failures:
+            raise OSError(503, "Slow Down")
+        super().put_file(lpath, rpath, **options)
+
+
+fsspec.register_implementation("flaky", Flaky, clobber=True)
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    monkeypatch.setattr(module, "FIRST_WAIT", 0.001)
+    for kind in (MemoryFileSystem, Flaky):
+        kind.store.clear()
+        kind.pseudo_dirs[:] = [""]
+    Flaky.failures, Flaky.count = set(), 0
+
+
+@pytest.fixture
+def train(tmp_path, run_yaml):
+    def fit(name: str, *overrides: str, url: str = "memory://bucket/runs", code: int = 0, **checkpoint) -> Path:
+        section = {"every": 2, "keep_last": 2, "remote": url, **checkpoint}
+        path = run_yaml(**SHORT, schedule=CONSTANT, checkpoint=section, run={"name": name})
+        assert main(["train", str(path), *overrides]) == code
+        return tmp_path / "runs" / name
+
+    return fit
+
+
+def lost(run: Path) -> dict[int, float]:
+    """Deletes a run directory, as when its host is gone. Returns the losses that it had."""
+    found = losses(run)
+    shutil.rmtree(run)
+    return found
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def steps(run: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in checkpoints(run)]
+
+
+def stored(kind=MemoryFileSystem) -> list[str]:
+    return sorted(name for name in kind.store if name.endswith("complete.json"))
+
+
+def test_a_lost_run_continues_from_the_store_with_the_same_losses(train, capsys):
+    undisturbed = losses(train("whole", url="memory://bucket/other"))
+    run = train("lost", "training.steps=4", mode="async")
+    lost(run)
+    capsys.readouterr()
+    run = train("lost", mode="async")
+    assert "downloaded step-00000004" in capsys.readouterr().err
+    assert losses(run) == undisturbed  # metrics of the first steps come from the store too
+    assert steps(run) == [4, 6]
+    assert all(find_damage(path) is None for path in checkpoints(run))
+    assert len(stored()) == 2 + 2
+
+
+def test_as_many_checkpoints_stay_in_the_store_as_in_the_run_directory(train):
+    train("few", keep_last=1, keep_every=4)
+    assert [name.split("/")[-2] for name in stored()] == ["step-00000004", "step-00000006"]
+
+
+def test_the_best_checkpoint_stays_in_the_store_after_the_run_directory_is_lost(tmp_path):
+    run = tmp_path / "run"
+    copies = module.RemoteRun("memory://bucket/best", "a1")
+    for step in (10, 20, 30):
+        folder = run / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "some").write_text("content")
+        copies.upload(folder, run)
+    values = {"10": 1.0, "20": 3.0, "30": 2.0}
+    record = {"metric": "validation_loss", "mode": "min", "values": values}
+    (run / "checkpoints" / "best.json").write_text(json.dumps(record))
+    shutil.rmtree(run / "checkpoints" / "step-00000010")  # only the newest is downloaded
+    uploader = module.Uploader(copies, run, Keep(1, None, 1))
+    uploader.start(run / "checkpoints" / "step-00000030")
+    uploader.finish()
+    assert copies.steps() == [10, 30]
+
+
+def test_a_later_checkpoint_from_which_the_run_did_not_continue_does_not_displace_newer_copies(tmp_path):
+    run = tmp_path / "run"
+    copies = module.RemoteRun("memory://bucket/later", "a1")
+    for step in (15, 20):
+        folder = run / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "some").write_text("content")
+    copies.upload(run / "checkpoints" / "step-00000020", run)
+    uploader = module.Uploader(copies, run, Keep(1))
+    uploader.start(run / "checkpoints" / "step-00000015")
+    uploader.finish()
+    assert copies.steps() == [15]
+
+
+def test_a_checkpoint_that_is_deleted_before_it_is_copied_is_reported(tmp_path):
+    uploader = module.Uploader(module.RemoteRun("memory://bucket/late", "a1"), tmp_path, Keep(1))
+    uploader.start(tmp_path / "checkpoints" / "step-00000010")
+    with pytest.raises(UserError, match=r"step-00000010 was deleted.*checkpoint\.keep_last"):
+        uploader.finish()
+
+
+def test_fresh_starts_over_and_never_continues_the_earlier_run(train, capsys):
+    train("over")
+    run = train("over", "--fresh", "training.steps=2")
+    assert len(stored()) == 2 + 1  # those of the earlier run stay
+    lost(run)
+    capsys.readouterr()
+    run = train("over", "training.steps=4")
+    assert "downloaded step-00000002" in capsys.readouterr().err
+    assert steps(run) == [2, 4]
+
+
+def test_operations_that_fail_are_tried_again(train):
+    Flaky.failures = {1, 2, 5}
+    run = train("again", url="flaky://bucket")
+    assert len(stored(Flaky)) == 2
+    lost(run)
+    assert steps(train("again", url="flaky://bucket")) == [6]
+
+
+def test_half_an_upload_is_never_used(train, capsys):
+    run = train("half", "training.steps=2", url="flaky://bucket")
+    Flaky.failures = "half"
+    train("half", "training.steps=4", url="flaky://bucket", code=2)
+    assert [name.split("/")[-2] for name in stored(Flaky)] == ["step-00000002"]
+    message = capsys.readouterr().err
+    assert "checkpoint.remote" in message
+    assert "Internal Error" in message
+    assert steps(run) == [2, 4]  # the training itself ended
+    Flaky.failures = set()
+    train("half", "training.steps=4", url="flaky://bucket")
+    assert "copied step-00000004 to flaky://bucket/half" in capsys.readouterr().err
+    assert [name.split("/")[-2] for name in stored(Flaky)] == ["step-00000002", "step-00000004"]
+    Flaky.store.pop(stored(Flaky)[-1])  # half an upload again
+    lost(run)
+    assert steps(train("half", "--accept-changes", url="flaky://bucket")) == [4, 6]  # continued from step 2
+    assert [name.split("/")[-2] for name in stored(Flaky)] == ["step-00000004", "step-00000006"]
+
+
+def test_a_damaged_copy_is_skipped_and_named(train, capsys):
+    run = train("damaged", "training.steps=4")
+    lost(run)
+    name = next(name for name in MemoryFileSystem.store if "step-00000004" in name and name.endswith(".safetensors"))
+    content = bytearray(MemoryFileSystem.store[name].getvalue())
+    content[-5] ^= 1
+    MemoryFileSystem.store[name].seek(0)
+    MemoryFileSystem.store[name].write(bytes(content))
+    capsys.readouterr()
+    run = train("damaged", "--accept-changes")
+    output = capsys.readouterr().err
+    assert "downloaded step-00000002" in output
+    assert "damaged checkpoint" in output
+    assert steps(run) == [4, 6]
+
+
+def test_runs_that_share_a_url_do_not_find_each_other(train, capsys):
+    one = train("one", "training.steps=2")
+    two = train("two", "training.steps=4")
+    expected = lost(one)
+    lost(two)
+    capsys.readouterr()
+    one = train("one", "training.steps=4")
+    assert "downloaded step-00000002" in capsys.readouterr().err
+    assert losses(one).items() >= expected.items()
+
+
+def test_a_repetition_and_a_profile_leave_the_store_alone(train, tmp_path, capsys):
+    run = train("calm")
+    before = {name: file.getvalue() for name, file in MemoryFileSystem.store.items()}
+    assert main(["reproduce", str(run)]) == 0
+    assert main(["profile", str(tmp_path / "run.yaml"), *PROFILE, str(tmp_path / "profile")]) == 0
+    assert {name: file.getvalue() for name, file in MemoryFileSystem.store.items()} == before
+
+
+def test_a_store_that_fails_is_not_taken_for_an_empty_one(train, capsys, monkeypatch):
+    run = train("fails", "training.steps=2", url="flaky://bucket")
+    lost(run)
+
+    def fails(self, path, **options):
+        raise OSError(503, "Slow Down")
+
+    monkeypatch.setattr(Flaky, "info", fails)
+    train("fails", url="flaky://bucket", code=2)
+    assert "Slow Down" in capsys.readouterr().err
+    assert not checkpoints(run)
+
+
+@pytest.mark.parametrize("url", ["s3://key:secret@bucket/some", "s3://bucket/some?secret=1"])
+def test_credentials_in_the_url_are_refused(train, capsys, url):
+    train("secret", url=url, code=2)
+    told = capsys.readouterr().err
+    assert "checkpoint.remote: credentials do not belong" in told
+    assert "AWS_ACCESS_KEY_ID" in told
+
+
+@pytest.mark.parametrize(
+    ("url", "word"), [("nosuch://bucket", "nosuch"), ("s3://", "checkpoint.remote"), ("flaky://bucket", "Slow Down")]
+)
+def test_a_store_that_cannot_be_used_is_one_line(train, capsys, url, word, monkeypatch):
+    def fails(self, path, value, **options):
+        raise OSError(503, "Slow Down")
+
+    monkeypatch.setattr(Flaky, "pipe_file", fails)
+    train("unusable", url=url, code=2)
+    message = capsys.readouterr().err.strip()
+    assert word in message
+    assert "Traceback" not in message
+
+
+def test_an_s3_server_with_several_parts(train, monkeypatch):
+    server = pytest.importorskip("moto.server", reason="moto is not installed")
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "never-recorded")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3 = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    s3.start()
+    try:
+        host, port = s3.get_host_and_port()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        s3fs.S3FileSystem().mkdir("bucket")
+        whole = losses(train("s3", "training.steps=6", url="s3://bucket/runs"))
+        run = train("s3-lost", "training.steps=4", url="s3://bucket/lost")
+        recorded = "".join(path.read_text() for path in run.rglob("*.json*")) + (run / "config.yaml").read_text()
+        assert "never-recorded" not in recorded
+        lost(run)
+        run = train("s3-lost", url="s3://bucket/lost")
+        assert losses(run) == whole
+        assert steps(run) == [4, 6]
+    finally:
+        s3.stop()
