@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-parallel test-generation fuzz chaos serve-check export-check lint format package-check bench bench-data bench-models bench-parallel bench-tuning bench-serve docs site gpu-check clean
+.PHONY: help install quickstart test test-parallel test-parallelize test-generation fuzz chaos serve-check export-check lint format package-check bench bench-data bench-models bench-parallel bench-tuning bench-serve docs site gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test: $(STAMP) ## run the tests on all cores (ARGS="tests/data -k pack" for some
 
 test-parallel: $(STAMP) ## run the equivalence matrix: every mesh against one process (ARGS="-k tp2" for some of it)
 	@.venv/bin/python -m pytest -q -n 2 -m "matrix or not matrix" -o faulthandler_timeout=1200 tests/parallel $(ARGS)
+
+test-parallelize: $(STAMP) ## run modules, such as 18 models of Transformers, by plans of several meshes beside one process (minutes)
+	@.venv/bin/python -m pytest -q -n 2 --dist loadgroup -m "matrix or not matrix" -o faulthandler_timeout=1200 tests/planner -k parallelize $(ARGS)
 
 fuzz: $(STAMP) ## read 5,000 mutated configs and 1,000 mutated stores and checkpoints, and train 100 mutated runs
 	@.venv/bin/python -m pytest -q -n 2 -m "fuzz or not fuzz" -o faulthandler_timeout=3000 tests/fuzz $(ARGS)

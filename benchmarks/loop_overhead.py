@@ -19,27 +19,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import SHAPES, VOCABULARY, available_cores, processor, write_results  # noqa: E402
+from common import available_cores, processor, write_results  # noqa: E402
+from overhead import SEQUENCE, SHAPES  # noqa: E402
 
-SHAPES["tiny"] = SHAPES["14m"] | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-SHAPES["tiny"] |= {"num_key_value_heads": 2, "intermediate_size": 172, "vocab_size": 512}
 SEQUENCES = {"tiny": 4, "14m": 16, "60m": 8}
-SEQUENCE, WARMUP = 256, 5
-
-
-class Rows:
-    """Random sequences, as a dataset of the user's own."""
-
-    def __init__(self, vocab_size: int = VOCABULARY):
-        import numpy as np
-
-        self.rows = np.random.default_rng(0).integers(0, vocab_size, size=(512, SEQUENCE))
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, i):
-        return {"tokens": self.rows[i]}
+WARMUP = 5
 
 
 class Turns:
@@ -74,7 +58,7 @@ def config(size: str, steps: int, threads: int, directory: str) -> dict:
         "run": {"name": size, "directory": directory},
         "model": SHAPES[size],
         "data": {
-            "train": {"type": "loop_overhead:Rows", "vocab_size": SHAPES[size]["vocab_size"]},
+            "train": {"type": "overhead:Rows", "vocab_size": SHAPES[size]["vocab_size"]},
             "sequence_length": SEQUENCE,
         },
         "optimizer": {"type": "adamw", "lr": 1e-4},
@@ -118,37 +102,30 @@ def bare_step_of(loop):
 
 def measure(size: str, steps: int, threads: int) -> dict:
     import weft
-    from weft.config.components import make_component
-    from weft.objectives.pretrain import Pretrain
-    from weft.observe.console import Console
-    from weft.parallel.gradients.scaling import LossScale
-    from weft.parallel.world import start_world
-    from weft.train import trainer
     from weft.train.loop import Loop
-    from weft.train.recorder import Recorder
+    from weft.train.trainer import Trainer
+
+    class Paired(Loop):
+        def begin(self, *args):
+            state = super().begin(*args)
+            Turns.bare_step = staticmethod(bare_step_of(self))
+            return state
 
     work = HERE / "work"
     work.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as directory:
         path = Path(directory) / "run.yaml"
         path.write_text(json.dumps(config(size, WARMUP + steps + 2, threads, directory)))
-        checked = weft.RunConfig.load(path)
-        world = start_world(checked.parallel)
-        job = trainer.prepare(checked, world, Console(prints=True), fresh=False)
-        data = trainer.open_data(job.config, world)
-        model, optimizer = trainer.build(job.config, world)
-        schedule = make_component(job.config.schedule, "schedule", data.length.steps)
-        scale, recorder = LossScale(job.config.training), Recorder(job, data, model, 0)
-        loop = Loop(job, data, model, Pretrain(), optimizer, schedule, scale, recorder)
-        Turns.bare_step = staticmethod(bare_step_of(loop))
-        loop.run(0)
-        world.close()
+        trainer = Trainer(weft.RunConfig.load(path))
+        trainer.loop = Paired
+        trainer.fit()
+        dtype = weft.RunConfig.load(Path(directory) / size / "config.yaml").training.dtype
     # The first step's time is not taken, and the last one's has the last checkpoint in it.
     looped, bare = Turns.looped[WARMUP:-1], Turns.bare[WARMUP:-2]
     added = statistics.median(a - b for a, b in zip(looped, bare, strict=True))
     return {
         "size": size,
-        "dtype": job.config.training.dtype,
+        "dtype": dtype,
         "looped_ms": 1e3 * statistics.median(looped),
         "bare_ms": 1e3 * statistics.median(bare),
         "added_ms": 1e3 * added,
@@ -182,6 +159,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # The run's config names the classes above as `loop_overhead:...`: they are to be this module's, not a copy's.
+    # The run's config names the class above as `loop_overhead:Turns`: it is to be this module's, not a copy's.
     sys.modules["loop_overhead"] = sys.modules["__main__"]
     raise SystemExit(main())

@@ -37,6 +37,16 @@ def test_a_file_is_the_old_one_until_it_is_whole(tmp_path):
     assert (path.read_text(), names(tmp_path)) == ("new", ["a.json"])
 
 
+def test_a_pipe_is_written_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
+    replace_file(pipe, "content")
+    assert reader.communicate(timeout=60)[0] == b"content"
+    assert pipe.is_fifo()
+    assert names(tmp_path) == ["pipe"]
+
+
 def test_what_killed_writers_of_a_file_left_is_deleted_by_a_later_one(tmp_path):
     path, hour = tmp_path / "a.json", 3600
     ages = {".a.json.71.partial": 2 * hour, ".a.json.72.partial": 9, ".b.json.71.partial": 2 * hour}

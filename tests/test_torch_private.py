@@ -23,6 +23,16 @@ def test_this_pytorch_has_all_of_them():
     assert torch_private.missing() == []
 
 
+def test_this_pytorch_has_those_of_the_planner_too(monkeypatch):
+    from weft.planner import torch_private as of_planner
+    from weft.planner.parallelize import torch_private as of_parallelize
+
+    given = of_parallelize.NAMES | of_planner.NAMES
+    names = tuple(torch_private.PrivateName(name, reason, "") for name, reason in given.items())
+    monkeypatch.setattr(torch_private, "NAMES", names)
+    assert torch_private.missing() == []
+
+
 def test_one_that_is_gone_is_named_with_what_it_was_for(monkeypatch):
     gone = torch_private.PrivateName("torch.nn:Module._gone", "holds everything", "nothing works")
     monkeypatch.setattr(torch_private, "NAMES", (gone,))

@@ -10,6 +10,7 @@ Each public name is imported when it is first used, so `import weft` itself is f
     weft.evaluate("runs/run", store="heldout").loss         # nats per token
     weft.export_model("runs/run", "out", to="hf")           # for Hugging Face's transformers
     model = weft.load_model("runs/run")                     # token ids [batch, seq] -> logits [batch, seq, vocab]
+    weft.parallelize(module, inputs, devices=8).apply(module)  # any module on several devices
 """
 
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ __all__ = [
     "load_model",
     "merge_adapter",
     "pack",
+    "parallelize",
+    "register_op",
 ]
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
     from weft.generation.settings import Sampling
     from weft.generation.text import free_models, generate
     from weft.models.low_rank import LowRank
+    from weft.planner.parallelize.api import parallelize
+    from weft.planner.parallelize.register_op import register_op
     from weft.train.trainer import Trainer
 
 _MODULES = {
@@ -68,6 +73,8 @@ _MODULES = {
     "load_model": "weft.checkpoint.load_model",
     "merge_adapter": "weft.export.merge_adapter",
     "pack": "weft.data.packing.pack",
+    "parallelize": "weft.planner.parallelize.api",
+    "register_op": "weft.planner.parallelize.register_op",
 }
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
 
 
 class UserError(Exception):
@@ -69,6 +72,12 @@ def _place(where: str | Path | None, line: int | None) -> str:
         return ""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(where))
     return f"{shown}: " if line is None else f"{shown}:{line}: "
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that the memory of this machine or of a GPU is full."""
+    full = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))
+    return isinstance(error, MemoryError) or bool(full)
 
 
 def is_user_file(file: str) -> bool:

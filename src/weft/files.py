@@ -60,6 +60,8 @@ def refuse_existing(out: Path, remedy: str = "choose another folder") -> None:
 def new_file(path: Path, mark: str | int = "", *, durable: bool = True) -> Iterator[BinaryIO]:
     """Context that opens a hidden file. Renames the file to `path` if the block succeeds; deletes the file if it fails.
 
+    A pipe or a device, such as /dev/null, is written itself: a rename would replace it.
+
     Args:
         mark: text or number in the hidden name. Concurrent writers of a path need different marks.
         durable: whether to fsync the file and its folder.
@@ -67,6 +69,10 @@ def new_file(path: Path, mark: str | int = "", *, durable: bool = True) -> Itera
     Raises:
         OSError: the file cannot be written.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with open(path, "wb") as file:
+            yield file
+        return
     partial = partial_path(path, mark)
     try:
         with open(partial, "wb") as file:

@@ -309,12 +309,12 @@ def forget_groups() -> None:
 
 
 @contextmanager
-def fake_ranks(ranks: int) -> Iterator[None]:
-    """Context with a fake process group of `ranks` ranks. This process is rank 0, and collectives do nothing."""
+def fake_ranks(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Context with a fake process group of `ranks` ranks. This process is rank `rank`; collectives do nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:

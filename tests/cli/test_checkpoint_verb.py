@@ -1,5 +1,7 @@
 """`weft checkpoint`: the tables are those of the files, damage is named, and what is converted loads as it was."""
 
+import errno
+import fcntl
 import json
 import os
 
@@ -115,7 +117,34 @@ def test_prune_refuses_a_run_that_is_training(run, capsys):
         assert weft("prune", run, "--keep-last", 1) == 2
     finally:
         os.close(lock)
-    assert "another process is training" in capsys.readouterr().err
+    assert f"another process (process {os.getpid()} on " in capsys.readouterr().err
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+
+
+def test_prune_locks_no_file_behind_a_link(run, tmp_path, capsys):
+    (tmp_path / "other").write_text("kept")
+    (run / ".lock").unlink(missing_ok=True)
+    (run / ".lock").symlink_to(tmp_path / "other")
+    assert weft("prune", run, "--keep-last", 1) == 2
+    said = capsys.readouterr().err
+    assert "cannot be locked (.lock: " in said
+    assert "Traceback" not in said
+    assert (tmp_path / "other").read_text() == "kept"
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+
+
+def test_prune_without_locks_respects_the_recorded_owner(run, monkeypatch, capsys):
+    """As on a network file system without locks: the file names a process of another host, which writes to the run."""
+
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    owner = {"host": "elsewhere", "pid": 1, "boot": "", "since": "now"}
+    (run / ".lock").write_text(json.dumps(owner))
+    (run / "metrics.jsonl").touch()
+    assert weft("prune", run, "--keep-last", 1) == 2
+    assert "another process (process 1 on elsewhere, since now) is training" in capsys.readouterr().err
     assert steps(run) == [1, 2, 3, 4, 5, 6]
 
 

@@ -156,7 +156,7 @@ def test_the_repetition_penalty_is_that_of_transformers():
     ]
 
 
-@pytest.mark.parametrize("settings", [{"presence_penalty": 1.5}, {"frequency_penalty": 0.4}, {"logit_bias": {3: 1.5}}])
+@pytest.mark.parametrize("settings", [{"presence_penalty": 1.5}, {"frequency_penalty": 0.4}, {"logit_bias": {3: 3.0}}])
 def test_penalties_and_bias_against_their_formulas(settings):
     model, tokens = decoder(), [1, 2, 3]
     new = generate_ids(model, [tokens], Sampling(25, temperature=0, **settings))[0]

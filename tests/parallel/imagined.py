@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from wire import Call, Wire, axis_names
 
 from weft.config.components import load_class
@@ -26,6 +25,8 @@ from weft.data.batches.batch import Batch
 from weft.observe.console import Console
 from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.world import World, start_world
+from weft.planner.torch_private import Received
+from weft.torch_private import fake_ranks
 from weft.train.build import build
 from weft.train.data import Data
 from weft.train.job import Job
@@ -39,24 +40,9 @@ from weft.train.watch.monitor import NoMonitor
 @contextlib.contextmanager
 def imagined(ranks: int, rank: int = 0) -> Iterator[None]:
     """Be one of `ranks`. PyTorch remembers process groups in many places: use it in a process of its own."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    try:
+    with fake_ranks(ranks, rank):
         yield
-    finally:
-        dist.destroy_process_group()
-
-
-class Received(TorchDispatchMode):
-    """What is received from ranks that are not there is 1: the fake group leaves memory as it was."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.c10d.recv_.default:
-            for tensor in args[0]:
-                tensor.fill_(1)
-        return func(*args, **(kwargs or {}))
 
 
 def names_of(world: World) -> dict[str, str]:

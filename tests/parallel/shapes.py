@@ -7,7 +7,6 @@ import json
 import math
 import resource
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from imagined import Received, Unstopped, imagined, loop_of, names_of
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from imagined import Unstopped, imagined, loop_of, names_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 from wire import Call, Wire
 
 from weft.config.derive import derive
@@ -27,6 +23,7 @@ from weft.config.run import RunConfig
 from weft.kernels.cross_entropy import CHUNK_ELEMENTS
 from weft.parallel.local_parameters import local
 from weft.parallel.world import World, start_world
+from weft.planner.torch_private import MemoryCounter, Received, answering, without_values
 from weft.train.build import build
 
 RANKS, SEQUENCE = 2048, 8192
@@ -132,9 +129,9 @@ def imagine(file: Path, ranks: int, rank: int = 0) -> Imagined:
             ):
                 model, optimizer = build(config, world)
             building = time.perf_counter() - began
-            with mode, _Answers():
+            with answering(mode):
                 loop = loop_of(config, world, wire, model, optimizer)
-                with Memory(mode, model.parameters()) as memory, Received(), wire:
+                with MemoryCounter(mode, map(local, model.parameters())) as memory, Received(), wire:
                     outcome = loop.run(0, Unstopped())
                 assert outcome.status == "finished", outcome
                 step = time.perf_counter() - loop.recorder.times[-1]
@@ -144,56 +141,6 @@ def imagine(file: Path, ranks: int, rank: int = 0) -> Imagined:
                 )
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Imagined(building, step, state, memory.peak, resident, wire.calls)
-
-
-class Memory(TorchDispatchMode):
-    """The memory of a mode's tensors as they come and go, with `parameters` among them; `peak` is in bytes."""
-
-    def __init__(self, mode: FakeTensorMode, parameters: Iterable[torch.Tensor]):
-        super().__init__()
-        self.mode, self.now, self.peak = mode, 0, 0
-        self.sizes = weakref.WeakKeyDictionary[torch.UntypedStorage, _Number]()
-        for parameter in parameters:
-            self._note(local(parameter).untyped_storage())
-
-    def __enter__(self):
-        resize, note = torch.UntypedStorage.resize_, self._note
-
-        def resized(storage, size):  # how FSDP2 frees what it has gathered
-            resize(storage, size)
-            note(storage)
-
-        self.patch = mock.patch.object(torch.UntypedStorage, "resize_", resized)
-        self.patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.patch.stop()
-        return super().__exit__(*error)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
-                self._note(tensor.untyped_storage())
-        return out
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        if storage not in self.sizes:
-            weakref.finalize(storage, self._freed, number := _Number())
-            self.sizes[storage] = number
-        self.now += storage.nbytes() - self.sizes[storage].bytes
-        self.sizes[storage].bytes = storage.nbytes()
-        self.peak = max(self.peak, self.now)
-
-    def _freed(self, number: _Number) -> None:
-        self.now -= number.bytes
-
-
-class _Number:
-    bytes = 0
 
 
 @contextlib.contextmanager
@@ -206,29 +153,8 @@ def shapes_only(config: RunConfig, world: World) -> Iterator[FakeTensorMode]:
     length = derive(config, mesh=world.shape)
     rows = length.micro_batch_size * length.sequence_length * (moe.num_experts_per_tok if moe else 0) // world.shape.cp
 
-    def tolist(tensor: FakeTensor) -> Any:
-        if tensor.dim() == 0:
-            return tensor.item()
-        if tensor.dim() == 2:
-            return [tolist(row) for row in tensor]
-        return [1.0 if tensor.is_floating_point() else rows // len(tensor)] * len(tensor)
-
-    with (
-        mock.patch.object(FakeTensor, "tolist", tolist),
-        mock.patch.dict(CHUNK_ELEMENTS, clear=True),  # a CPU's caches do not matter, and a thousand chunks take long
-        # How results of DTensors are cut is worked out with whole tensors of a mode: let it be one of PyTorch's own.
-        mock.patch("torch.distributed.tensor._sharding_prop.detect_fake_mode", return_value=None),
-    ):
-        yield FakeTensorMode(allow_non_fake_inputs=True)
-
-
-class _Answers(TorchDispatchMode):
-    """Single numbers: sums and norms are 1; of int32, a pipeline's vote on shapes (1: they are known); else 0."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].is_floating_point() else int(args[0].dtype == torch.int32)
-        return func(*args, **(kwargs or {}))
+    with without_values(rows) as mode, mock.patch.dict(CHUNK_ELEMENTS, clear=True):  # a thousand chunks take long
+        yield mode
 
 
 def _within(mode: FakeTensorMode, function: Callable) -> Callable:

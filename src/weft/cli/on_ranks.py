@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from weft.observe.console import Console
     from weft.parallel.world import World
     from weft.train.stop import Outcome
+
+BY_WATCH = ("non-finite", "spike", "corruption")  # statuses of runs that the watch stopped
 
 
 def add_run_arguments(
@@ -57,7 +59,7 @@ def run_on_ranks(
 
     Args:
         args: parsed arguments, including those that `add_run_arguments` defines.
-        verb: name of the subcommand, such as "train". Local processes run this subcommand.
+        verb: name of the subcommand, such as "train" or "debug nan". Local processes run this subcommand.
         act: function that does the work of one rank, given the checked config.
         prepare: function that is called once, before any rank starts. It returns (the run directory, in which messages
             about failures look up checkpoints and logs, or None; command-line options of local processes).
@@ -85,7 +87,7 @@ def run_on_ranks(
         from weft.launch.elastic import train_elastic
 
         assert run_directory is not None
-        command = [sys.executable, "-m", "weft", verb, args.file, *args.overrides, *options]
+        command = [sys.executable, "-m", "weft", *verb.split(), args.file, *args.overrides, *options]
         return train_elastic(command, nproc, run_directory, hosts)
     check_mesh(config, nproc)
     with terminable():  # this process does not handle SIGTERM yet
@@ -94,7 +96,7 @@ def run_on_ranks(
         supervisor.hang_timeout = config.training.hang_timeout
     if nproc == 1 and not (supervisor and supervisor.needed):
         return run_rank(lambda: config, act, verb)
-    command = [sys.executable, "-m", "weft", verb, args.file, *args.overrides]
+    command = [sys.executable, "-m", "weft", *verb.split(), args.file, *args.overrides]
     if supervisor is None or run_directory is None:
         return launch_local([*command, *options], nproc, run_directory)
     from weft.launch.supervisor import supervise
@@ -166,40 +168,86 @@ def _pack(config: RunConfig, console: Console, fresh: bool) -> RunConfig:
 
 
 def run_generation_on_ranks(args: argparse.Namespace, verb: str, tp: int, act: Callable[[World], int | None]) -> int:
-    """Runs a function on `tp` tensor parallel ranks, and returns the exit code.
+    """Runs a function on `tp` tensor parallel ranks, and returns the exit code (see `run_world_on_ranks`)."""
+    return run_world_on_ranks(args, verb, tp, act, option="--tp", tensor_parallel=True)
+
+
+def run_world_on_ranks(
+    args: argparse.Namespace,
+    verb: str,
+    nproc: int | None,
+    act: Callable[[World], int | None],
+    *,
+    option: str = "--nproc",
+    tensor_parallel: bool = False,
+) -> int:
+    """Runs a function on ranks that have no run file, and returns the exit code.
 
     Args:
         args: parsed arguments of the command line.
-        verb: name of the subcommand. Local processes run this subcommand with the same arguments.
+        verb: name of the subcommand, such as "bench comm". Local processes run this subcommand with the same arguments.
+        nproc: number of ranks. None: the number of GPUs, or 1 without GPUs; under torchrun, its ranks.
         act: function that does the work of one rank, and returns its exit code, if it has one.
+        option: the command-line option that sets `nproc`, for messages.
+        tensor_parallel: whether all ranks are on the mesh axis `tp`. By default, they are on `dp_shard`.
 
     Raises:
-        UserError: `tp` is not the number of processes that torchrun started, or exceeds the number of GPUs.
+        UserError: `nproc` is not the number of processes that torchrun started, or exceeds the number of GPUs.
     """
     from weft.launch.local import checked_nproc, join_launcher, launch_local
 
     if "RANK" not in os.environ:
-        nproc = checked_nproc(tp, "--tp")
-        return launch_local([sys.executable, "-m", "weft", verb, *args.words], nproc, None)
+        nproc = checked_nproc(nproc, option)
+        if nproc > 1 or tensor_parallel:
+            return launch_local([sys.executable, "-m", "weft", *verb.split(), *args.words], nproc, None)
     join_launcher()
     from weft.config.mesh import ParallelSection, launched_ranks
     from weft.launch.failures import report_exception, report_mistake
     from weft.parallel.world import start_world
 
-    if tp != launched_ranks():
-        raise UserError(f"--tp {tp}, but {launched_ranks()} processes were launched; set --tp {launched_ranks()}")
+    launched = launched_ranks() or 1
+    if nproc is not None and nproc != launched:
+        raise UserError(f"{option} {nproc}, but {launched} processes were launched; set {option} {launched}")
     try:
-        world = start_world(ParallelSection(tp=tp, dp_shard=1))
-        if world.rank:
-            warnings.simplefilter("ignore")  # the first rank prints the same warnings
-        code = act(world)
-        world.close()
+        with ExitStack() as cleanup:
+            world = start_world(ParallelSection(tp=launched, dp_shard=1) if tensor_parallel else ParallelSection())
+            cleanup.callback(world.abandon)
+            if world.rank:
+                warnings.simplefilter("ignore")  # the first rank prints the same warnings
+            code = act(world)
+            world.close()
     except UserError as error:
         report_mistake(error)
         raise
     except Exception as error:
         return report_exception(error, {})
     return code or 0
+
+
+def measure_on_ranks(
+    args: argparse.Namespace,
+    verb: str,
+    check: Callable[[argparse.Namespace], None],
+    measure: Callable[[argparse.Namespace, World], int | None],
+) -> int:
+    """Runs a measurement of `args.seconds` seconds on `args.nproc` ranks, and returns the exit code.
+
+    Args:
+        check: raises UserError for other mistakes in the arguments. The first process calls it before ranks start.
+        measure: does the work of one rank.
+
+    Raises:
+        UserError: the arguments have mistakes, or those of `run_world_on_ranks`.
+    """
+    from weft.launch.threads import use_huge_pages, wait_briefly
+
+    if not 0 < args.seconds <= 3600:
+        raise UserError(f"--seconds {args.seconds:g}: must be more than 0 and at most 3600")
+    if os.environ.get("RANK", "0") == "0":
+        check(args)
+    wait_briefly()
+    use_huge_pages()
+    return run_world_on_ranks(args, verb, args.nproc, lambda world: measure(args, world))
 
 
 def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome], verb: str) -> int:
@@ -224,10 +272,10 @@ def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome],
         if config is None:
             return report_exception(error, {})
         return report_exception(error, config.as_dict(), config.run_directory if verb == "train" else None)
-    if outcome.status in ("non-finite", "spike"):
+    if outcome.status in BY_WATCH:
         send_to_launcher("the watch stopped the run", NON_FINITE)
     if outcome.status == "stopped":
         if ELASTIC in os.environ:  # the agents of the other hosts decide whether to go on
             send_to_launcher(str(outcome.signal or 15), STOPPED)
         return 128 + (outcome.signal or 15)
-    return 1 if outcome.status in ("non-finite", "spike", "differs") else 0
+    return 1 if outcome.status in (*BY_WATCH, "differs") else 0

@@ -102,10 +102,10 @@ def show_structure(args: argparse.Namespace) -> int:
 
     from weft.config.components import make_component
     from weft.observe.console import Console
+    from weft.parallel.model_state import model_plan
     from weft.parallel.structure import structure
     from weft.parallel.world import local_device
     from weft.train.auto_settings import choose
-    from weft.train.build import model_plan
     from weft.train.frozen_sources import cached_fields, check_sources, frozen_plans
 
     config = config.model_copy(update={"training": choose(config.training, local_device(Console()))})

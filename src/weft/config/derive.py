@@ -170,18 +170,19 @@ def derive_intervals(config: RunConfig) -> Intervals:
 
 
 def split_batch(
-    sequences: int, length: int, mesh: MeshShape, micro_batch_size: int | None, parallel: ParallelSection
+    sequences: int, length: int, mesh: MeshShape, micro_batch_size: int | str | None, parallel: ParallelSection
 ) -> tuple[int, int]:
     """Returns the number of sequences per step on a data parallel rank, and the micro-batch size.
 
     Args:
         sequences: number of sequences in the global batch.
         length: number of tokens per sequence.
-        micro_batch_size: the configured size. None: as many sequences as fit into DEFAULT_MICRO_BATCH_TOKENS; with a
-            pipeline, fewer if a step would otherwise have fewer micro-batches than stages.
+        micro_batch_size: the configured size. None, or `auto` before a size is chosen: as many sequences as fit into
+            DEFAULT_MICRO_BATCH_TOKENS; with a pipeline, fewer if a step would otherwise have fewer micro-batches than
+            stages.
     """
     per_rank = math.ceil(sequences / mesh.data_ranks)
-    if micro_batch_size is not None:
+    if isinstance(micro_batch_size, int):
         return per_rank, min(per_rank, micro_batch_size)
     most = min(per_rank, max(1, DEFAULT_MICRO_BATCH_TOKENS // length))
     if mesh.pp == 1:

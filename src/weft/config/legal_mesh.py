@@ -45,6 +45,24 @@ def check_mesh(config: RunConfig, ranks: int) -> MeshShape:
     return mesh_shape(config.parallel, ranks)
 
 
+def mesh_needs(config: RunConfig) -> Needs:
+    """Returns the rules for the mesh of a checked config."""
+    sequences = None if config.data.train is None else batch_sequences(config)
+    return Needs(_getter(config), config.parallel, sequences)
+
+
+def is_legal(config: RunConfig, ranks: int, *, settings: bool = False) -> bool:
+    """Whether the mesh of a checked config, and the settings of its axes, are legal on `ranks` ranks.
+
+    Args:
+        settings: whether only rules that do not depend on the world size are checked.
+    """
+    needs = mesh_needs(config)
+    if next(_of_settings(needs, config.parallel), None) is not None:
+        return False
+    return settings or needs.fits(mesh_shape(config.parallel, ranks))
+
+
 def elastic_mesh(config: RunConfig, ranks: int) -> dict[str, int] | None:
     """Returns the sizes of the mesh that is closest to that of a config, for another number of ranks.
 
@@ -54,8 +72,7 @@ def elastic_mesh(config: RunConfig, ranks: int) -> dict[str, int] | None:
     Returns:
         Axis -> size of all axes; None if no mesh with this number of ranks is legal.
     """
-    section, sequences = config.parallel, None if config.data.train is None else batch_sequences(config)
-    needs = Needs(_getter(config), section, sequences)
+    section, needs = config.parallel, mesh_needs(config)
     inner = {axis: getattr(section, axis) for axis in ("pp", "cp", "tp") if getattr(section, axis) != -1}
     for fixed, shards in ((inner, section.dp_shard), (inner, 1), ({}, 1)):
 

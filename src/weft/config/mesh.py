@@ -44,6 +44,14 @@ class ParallelSection(Section):
     another axis to -1, also set `dp_shard`.
     """
 
+    auto: bool = False
+    """Whether the planner chooses mesh, micro-batch, recomputation and schedule for the ranks of the run, as
+    `weft plan` does; a resumed run on as many ranks keeps them. `parallel: auto` is short for it.
+    """
+    hardware: str | None = None
+    """Name or path of the hardware file that `auto` plans with. Default: the one of this GPU, or a generic CPU.
+    """
+
     pp: int = Field(1, ge=-1, le=MOST)
     """Number of pipeline parallel ranks, each with some of the layers."""
     dp_replicate: int = Field(1, ge=-1, le=MOST)

@@ -58,6 +58,9 @@ def check_rollouts(draft: Draft) -> None:
     for key in ("validation.tokens", "validation.micro_batch_size"):
         if draft.get(key) is not None:
             draft.report(key, "no effect on completions of held-out prompts; set validation.prompts instead")
+    if draft.get("training.micro_batch_size") == "auto":
+        what = "sizes are tried with batches of data.train, but the model generates the training data"
+        draft.report("training.micro_batch_size", f"{what}; set a number, or remove the key")
     if draft.get("data.overlong") == "truncate":
         draft.report("data.overlong", "a prompt is not truncated; set drop or refuse")
     if draft.get("training.qat.type") is not None:

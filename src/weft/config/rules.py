@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from weft.config.adapter_rules import check_adapter_section
 from weft.config.custom_components import check_components
@@ -56,6 +57,9 @@ def apply_rules(draft: Draft, *, check_data: bool) -> list[Problem]:
         key = next(name for name in LENGTHS if draft.get(name) is not None)
         draft.report(key, f"more than {MOST_STEPS:.0e} steps, the maximum of a run; lower the value")
     _check_lists(draft)
+    _check_best(draft)
+    _check_remote(draft)
+    _check_auto_plan(draft)
     _check_mesh(draft)
     if draft.get("schedule.warmup_steps") is not None and draft.get("schedule.warmup_fraction") is not None:
         draft.report("schedule.warmup_steps", "warmup_fraction is set too; remove one of the two keys")
@@ -108,6 +112,35 @@ def _check_lists(draft: Draft) -> None:
                 draft.report(f"callbacks[{number}]", what, "data.validation")
 
 
+def _check_best(draft: Draft) -> None:
+    if not draft.get("checkpoint.keep_best"):
+        return
+    if draft.values.get("data.validation", "not known") is None:
+        what = "the best checkpoints are found by validation; set data.validation, or remove the key"
+        draft.report("checkpoint.keep_best", what, "data.validation")
+    saves, validations = draft.values.get("checkpoint.every"), draft.values.get("validation.every")
+    if saves and validations and saves % validations:
+        what = f"{saves} is not a multiple of validation.every ({validations}), so most checkpoints have no validation"
+        draft.report(
+            "checkpoint.every", f"{what}; change one of them, or remove checkpoint.keep_best", "validation.every"
+        )
+
+
+def _check_remote(draft: Draft) -> None:
+    remote = urlsplit(draft.get("checkpoint.remote") or "")
+    if remote.username is not None or remote.query:
+        what = "credentials do not belong in a config, which is saved and copied"
+        draft.report(
+            "checkpoint.remote", f"{what}; remove them, and set environment variables (AWS_ACCESS_KEY_ID, ...)"
+        )
+
+
+def _check_auto_plan(draft: Draft) -> None:
+    if draft.get("parallel.hardware") is not None and not draft.get("parallel.auto"):
+        what = "only a planned run uses it; set parallel.auto: true, or remove the key"
+        draft.report("parallel.hardware", what, "parallel.auto")
+
+
 def _check_sequence_length(draft: Draft) -> None:
     """Checks that the model supports the sequence length, or fills in the default sequence length."""
     longest, key = draft.get("model.max_position_embeddings"), "max_position_embeddings"
@@ -141,7 +174,7 @@ def _check_batch(draft: Draft) -> None:
         draft.report("training.batch_tokens", what, "data.sequence_length")
         return
     micro, sequences = draft.get("training.micro_batch_size"), sequences_per_step(draft)
-    if micro is not None and sequences is not None and micro > sequences:
+    if isinstance(micro, int) and sequences is not None and micro > sequences:
         what = f"{micro} sequences are more than the {sequences} of the global batch"
         what += f"; set at most {sequences}, or raise training.batch_tokens"
         draft.report("training.micro_batch_size", what, "training.batch_tokens")

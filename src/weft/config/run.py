@@ -21,6 +21,7 @@ from weft.config.rules import apply_rules
 from weft.config.section import Component, Folder, Section
 from weft.config.training import SamplesSection, TrainingSection, ValidationSection
 from weft.config.transformers_model import TransformersModelSection
+from weft.config.tree import Node
 from weft.config.watch import WatchSection
 from weft.errors import ConfigError, Problem
 
@@ -112,6 +113,18 @@ class CheckpointSection(Section):
     """Checkpoints whose step is a multiple of this number are never deleted. Default: none; only the newest `keep_last`
     checkpoints are kept.
     """
+    keep_best: int = Field(0, ge=0)
+    """Number of checkpoints that are kept because their validation is best by `best_metric`. `checkpoints/best` in the
+    run directory is a link to the best one.
+    """
+    remote: str | None = None
+    """URL of an object store, such as `s3://bucket/prefix` (any that fsspec knows), to which each checkpoint is copied
+    beside the training, with as many of them kept. A run whose directory is lost continues from there. Default: none.
+    """
+    best_metric: str = "validation_loss"
+    """Metric of validations by which checkpoints are compared, as in metrics.jsonl."""
+    best_mode: Literal["min", "max"] = "min"
+    """`min`: lower values of `best_metric` are better. `max`: higher values are, as of accuracies and rewards."""
 
 
 class CallbackSection(Component):
@@ -236,7 +249,7 @@ class RunConfig(Section):
         tree, files = read_tree(Path(path), overrides, problems)
         if tree is None:
             raise ConfigError(_in_order(problems, files))
-        tree, known = resolve_model(tree, problems)
+        tree, known = resolve_model(_with_auto(tree), problems)
         tree = resolve_adapter(tree, problems)
         draft = Draft(tree, problems, cls, model_known=known, ranks=ranks or launched_ranks())
         draft.check()
@@ -277,6 +290,15 @@ class RunConfig(Section):
     def as_dict(self) -> dict[str, Any]:
         """Returns the resolved configuration as plain data, with the YAML file's keys."""
         return self.model_dump(mode="json", by_alias=True)
+
+
+def _with_auto(tree: Node) -> Node:
+    """Writes `parallel: auto` out as `parallel: {auto: true}`."""
+    parallel = tree.get("parallel")
+    if parallel is None or parallel.value != "auto":
+        return tree
+    section = Node({"auto": Node(True, parallel.file, parallel.line)}, parallel.file, parallel.line)
+    return Node({**tree.value, "parallel": section}, tree.file, tree.line)
 
 
 def _in_order(problems: list[Problem], files: list[str]) -> list[Problem]:

@@ -44,10 +44,12 @@ class TrainingSection(Section):
     """Number of passes over the training data, rounded up to complete steps."""
     batch_tokens: int | None = Field(None, ge=1)
     """Number of tokens in the global batch of all ranks. Default: the tokens of 32 sequences."""
-    micro_batch_size: int | None = Field(None, ge=1)
-    """Number of sequences per forward pass and rank. Default: as many as fit into 8,192 tokens, at least one.
-    With pipeline parallelism, the default is smaller if a step would otherwise have fewer micro-batches than pipeline
-    stages, or a number of micro-batches that the schedule does not support.
+    micro_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Number of sequences per forward pass and rank. `auto`: the fastest size that fits in memory, which is tried with
+    real steps at the start of the run (docs/planning.md); the global batch stays, and a resumed run reuses the size.
+    Default: as many as fit into 8,192 tokens, at least one. With pipeline parallelism, the default is smaller if a step
+    would otherwise have fewer micro-batches than pipeline stages, or a number of micro-batches that the schedule does
+    not support.
     """
     dtype: DType = "auto"
     """Compute dtype. Parameters and optimizer state are float32 (with `float64`, float64). `auto`: bfloat16 on devices
@@ -104,6 +106,11 @@ class TrainingSection(Section):
     whatever the value is. Under torchrun and in programs of your own, each rank watches itself in the same way, and a
     rank that hangs exits with code 3. torchrun's `--max-restarts` then starts all ranks again.
     """
+
+    @property
+    def micro_batch(self) -> int | None:
+        """`micro_batch_size` if it is a number; None by default, and for `auto` before a size is chosen."""
+        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
 
 class ValidationSection(Section):

@@ -64,6 +64,18 @@ class WatchSection(Section):
     """
     max_rollbacks: int = Field(3, ge=1)
     """Number of rollbacks of a run, over all sessions, after which the run stops instead."""
+    parameter_check_every: int | None = Field(None, ge=1)
+    """Compares, every this many steps, the parameters that replicas should have in common, bit by bit: sums of their
+    bits, in one small collective. Default: no comparison.
+    """
+    replay_every: int | None = Field(None, ge=1)
+    """Computes, every this many steps, the gradients twice, and compares them bit by bit. It needs
+    `training.determinism: exact`. Default: no repetition.
+    """
+    corruption: Literal["warn", "rollback", "stop"] = "stop"
+    """What follows a difference that `parameter_check_every` or `replay_every` finds. `rollback`: training returns to
+    the newest checkpoint without the difference, and repeats the steps. `stop`: the run ends without a new checkpoint.
+    """
     every: int = Field(50, ge=1)
     """Number of steps between two comparisons of the ranks' times and memory."""
     slow_rank: float | None = Field(1.5, gt=1)

@@ -38,6 +38,8 @@ def read_config(path: str | Path, *, dequantized: bool = True) -> dict[str, Any]
             is not supported.
     """
     path = Path(path)
+    if path.is_file():
+        raise UserError("this is a file; give a Hugging Face folder (`weft import` also reads GGUF files)", path)
     if not path.is_dir():
         raise UserError("there is no such folder; download the full model first", path)
     if not (path / CONFIG).is_file():

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from weft.config.custom_components import custom_types
-from weft.errors import UserError, describe_user_exception, reported_elsewhere, user_frames
+from weft.errors import UserError, describe_user_exception, is_out_of_memory, reported_elsewhere, user_frames
 from weft.formatting import byte_size
 from weft.observe import status
 from weft.observe.logs import log_path, log_to_file, open_log
@@ -37,7 +37,6 @@ NON_FINITE = "non-finite"  # the loss is not finite; the first rank has printed 
 GRACE = 5  # seconds that a rank waits for another rank to report an error that all ranks found
 EXIT_BY_SIGNAL = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 _KEY = "weft"  # key of the part of a message that only Weft's launcher reads
-_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
 
 
 class Failure(Protocol):
@@ -98,7 +97,7 @@ def out_of_resources(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}; free space and run the same command again"
-    if not isinstance(error, MemoryError) and not (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(what)):
+    if not is_out_of_memory(error):
         return None
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)|[Uu]nable to allocate ([\d.]+ \w+)", what)
     size = next(filter(None, asked.groups()), "") if asked else ""

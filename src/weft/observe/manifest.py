@@ -75,7 +75,7 @@ def end_session(run_directory: str | Path, *, status: str, step: int, **facts: f
     """Records the time and status of the end of the last session in the manifest.
 
     Args:
-        status: "finished", "stopped", "stopped-early", "non-finite" or "spike".
+        status: "finished", "stopped", "stopped-early", "non-finite", "spike" or "corruption".
         step: number of updates of all sessions.
         facts: warmup_seconds (duration of the session's first step) and steady_step_seconds (mean duration of its later
             steps), if known.
@@ -173,7 +173,7 @@ def hardware() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "host": socket.gethostname(),
         "system": platform.platform(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "cores_usable": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -185,7 +185,8 @@ def hardware() -> dict[str, Any]:
     return facts
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Returns the name of this machine's CPU."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.startswith(("model name", "Model")):

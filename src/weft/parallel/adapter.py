@@ -15,10 +15,9 @@ from weft.models.adapter import add_adapter, initial_adapter_value, is_adapter
 from weft.models.decoder import Decoder
 from weft.models.layers.blockwise import dequantize_blocks
 from weft.models.layers.lora import Lora, has_quantized_weight
-from weft.parallel.local_parameters import local, set_full_value
+from weft.parallel.local_parameters import local, set_full_value, shard_part
 from weft.parallel.model_state import ModelPlan, ModelState
 from weft.parallel.ranks import error_on_all_ranks
-from weft.torch_private import compute_local_shape_and_global_offset
 
 _OVERSAMPLING = 64  # additional dimensions of the subspace, which make the largest singular values accurate
 
@@ -96,11 +95,8 @@ def subtract_initial_product(model: nn.Module, section: AdapterSection) -> None:
     """
     for linear in _adapted(model) if section.init == "pissa" else ():
         a, b = _full(linear.lora_a0), _full(linear.lora_b0)
-        weight, rows, columns = linear.weight, slice(None), slice(None)
-        if isinstance(weight, DTensor):
-            size, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-            rows, columns = (slice(first, first + count) for first, count in zip(start, size, strict=True))
-        shard = local(weight)
+        shard = local(linear.weight)
+        rows, columns = shard_part(linear.weight).slices
         product = (b[rows] @ a[:, columns]).to(shard.device) * section.scale
         shard.copy_((shard.to(product.dtype) - product).to(shard.dtype))
 

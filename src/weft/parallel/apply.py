@@ -35,7 +35,7 @@ from weft.parallel.axes.pipeline import Stages, build_local_stages
 from weft.parallel.axes.single_rank import SingleRankParameters, cast_outputs, is_single_rank, place_on_rank
 from weft.parallel.axes.tensor import shard_over_tp
 from weft.parallel.gradients.frozen_rows import freeze_all_but_rows
-from weft.parallel.local_parameters import LocalParameters, local, set_full_value
+from weft.parallel.local_parameters import LocalParameters, local, shard_part
 from weft.parallel.memory.activations import checkpointed
 from weft.parallel.memory.offload import move_buffers, parameter_device
 from weft.parallel.model_state import ATTRIBUTE, ModelPlan, ModelState, repeated_blocks
@@ -296,12 +296,14 @@ def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
 def fill(model: nn.Module, plan: ModelPlan) -> None:
     """Initializes parameters and buffers, independently of the mesh.
 
-    Each rank draws the full parameter, seeded by the run's seed and the parameter's name, and keeps its own shard. With
+    Each rank draws its own shards, on their device, seeded by the run's seed and the parameter's name. With
     an adapter, the parameters of the base model stay uninitialized, because they are loaded; the head of a reward model
     is initialized, because a base model that predicts tokens does not have it.
     """
     for name, parameter in model.named_parameters():
         if plan.adapter is not None and name not in trained_heads(plan.model):
             continue
-        set_full_value(parameter, initial_value(model, name, plan.seed, dtype=parameter.dtype))
+        shard = local(parameter)
+        value = initial_value(model, name, plan.seed, shard.dtype, part=shard_part(parameter), device=shard.device)
+        shard.copy_(value)
     initialize_buffers(model, plan.seed)

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 
-from weft.torch_private import parameters_of, silence_redistribution
+from weft.models.initialize import Part
+from weft.torch_private import compute_local_shape_and_global_offset, parameters_of, silence_redistribution
 
 if TYPE_CHECKING:
     from weft.parallel.model_state import ModelState
@@ -55,6 +56,14 @@ def distribute_parameters(
                 sharded = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
                 replaced[parameter] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
             setattr(module, name, replaced[parameter])
+
+
+def shard_part(parameter: torch.Tensor) -> Part:
+    """Returns which part of the full parameter this rank has. It is empty if there are fewer rows than ranks."""
+    if not isinstance(parameter, DTensor):
+        return Part([0] * parameter.dim(), parameter.shape)
+    size, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return Part(start, size)
 
 
 @torch.no_grad()

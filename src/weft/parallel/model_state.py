@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from weft.config.adapter import AdapterSection
 from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
+from weft.config.run import RunConfig
 from weft.config.training import QatSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.parallel.world import World
@@ -68,6 +69,26 @@ class ModelPlan:
         return torch.promote_types(self.dtype, torch.float32)
 
 
+def model_plan(config: RunConfig) -> ModelPlan:
+    """Returns the plan from which the model of a run is built. `training.dtype` must not be "auto"."""
+    training = config.training
+    return ModelPlan(
+        config.model,
+        config.parallel,
+        dtype=getattr(torch, training.dtype),
+        reduce_dtype=None if training.reduce_dtype == "auto" else getattr(torch, training.reduce_dtype),
+        seed=config.run.seed,
+        compile=training.compile,
+        activation_checkpointing=training.activation_checkpointing,
+        only_rows_from=training.only_rows_from,
+        freeze=tuple(training.freeze),
+        sequence=config.data.sequence_length or 0,
+        fp8=training.fp8,
+        adapter=config.adapter,
+        qat=training.qat,
+    )
+
+
 @dataclass(frozen=True)
 class BaseModel:
     """The model to which an adapter is added.
@@ -75,10 +96,12 @@ class BaseModel:
     Attributes:
         path: a checkpoint or a Hugging Face folder.
         digest: digest of the weights (`weft.checkpoint.base_model.weights_digest`).
+        lacks: a message for each part of the model that it lacks (`new_parts`).
     """
 
     path: Path
     digest: str
+    lacks: Sequence[str] = ()
 
 
 @dataclass

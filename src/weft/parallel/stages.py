@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 
 from weft.config.mesh import V_SHAPED, ParallelSection
 from weft.config.model import ModelSection
@@ -29,13 +31,14 @@ def stage_ranges(section: ModelSection, parallel: ParallelSection, sequence: int
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
-def balance_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int]:
+def balance_layers(costs: Sequence[float], stages: int, last: float = 0.0, first: float = 0.0) -> list[int]:
     """Returns the numbers of layers per stage (at least 1) that minimize the cost of the most expensive stage.
 
     Args:
         costs: cost of each layer.
         stages: number of stages.
         last: additional cost of the last stage.
+        first: additional cost of the first stage.
 
     Raises:
         ValueError: if there are fewer layers than stages.
@@ -43,27 +46,35 @@ def balance_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> li
     layers = len(costs)
     if layers < stages:
         raise ValueError(f"{layers} layers are fewer than {stages} stages; each stage needs at least one layer")
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
+    return list(_balanced(tuple(costs), stages, last, first))
+
+
+@lru_cache(maxsize=1024)  # the planner balances the same layers for many meshes
+def _balanced(costs: tuple[float, ...], stages: int, last: float, first: float) -> tuple[int, ...]:
+    layers, before = len(costs), [0.0, *accumulate(costs)]
     # highest[n]: lowest cost of the most expensive stage, if the stages so far have the first n layers. If several
     # assignments have this cost, the last stage starts as early as possible.
-    highest, starts = [0.0] + [float("inf")] * layers, []
-    for stage in range(stages):
+    highest, starts = [before[end] + first + (last if stages == 1 else 0.0) for end in range(layers + 1)], []
+    for stage in range(1, stages):
         extra = last if stage == stages - 1 else 0.0
         new, start_of = [float("inf")] * (layers + 1), [0] * (layers + 1)
-        for end in range(stage + 1, layers + 1):
-            for start in range(stage, end):
-                cost = max(highest[start], before[end] - before[start] + extra)
-                if cost < new[end]:
-                    new[end], start_of[end] = cost, start
+        start = stage
+        for end in range(stage + 1, layers - stages + stage + 2):  # each later stage needs a layer
+            # With a later start, the stages before cost more and this one costs less: the best start is where they
+            # cross, and this place moves to the right with `end`.
+            while start < end - 1 and highest[start] < before[end] - before[start] + extra:
+                start += 1
+            cost = max(highest[start], before[end] - before[start] + extra)
+            earlier = before[end] - before[start - 1] + extra if start > stage else float("inf")
+            early = max(highest[start - 1], earlier) <= cost
+            new[end], start_of[end] = (max(highest[start - 1], earlier), start - 1) if early else (cost, start)
         highest = new
         starts.append(start_of)
     counts, end = [], layers
     for start_of in reversed(starts):
         counts.append(end - start_of[end])
         end = start_of[end]
-    return counts[::-1]
+    return (end, *reversed(counts))
 
 
 def stages_of_rank(parallel: ParallelSection, rank: int, ranks: int) -> list[int]:

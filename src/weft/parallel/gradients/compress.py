@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from weft.config.mesh import CompressSection
 from weft.models.layers.custom import derive_seed
-from weft.parallel.local_parameters import local
+from weft.parallel.local_parameters import local, shard_part
 from weft.parallel.world import World
-from weft.torch_private import compute_local_shape_and_global_offset
 
 PREFIX = "compress."
 _MIN_RATIO = 2  # a matrix is compressed if it has at least twice as many elements as its factors
@@ -219,7 +218,7 @@ def _matrix(parameter: nn.Parameter) -> _Matrix:
         placements.append(Replicate() if dim == last else placement)
         if mesh.size(axis) > 1 and dim in (last - 1, last):
             (columns if dim == last else rows).append(mesh.get_group(axis))
-    size, start = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
+    start, size = shard_part(parameter)
     return _Matrix(
         parameter,
         tuple(placements),

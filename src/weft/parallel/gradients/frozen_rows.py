@@ -12,12 +12,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from weft.errors import UserError
 from weft.models.decoder import Decoder
-from weft.parallel.local_parameters import local
-from weft.torch_private import compute_local_shape_and_global_offset
+from weft.parallel.local_parameters import local, shard_part
 
 
 def freeze_all_but_rows(model: nn.Module, first: int) -> None:
@@ -76,7 +74,5 @@ class FrozenRows:
 
 
 def _local_rows_below(parameter: nn.Parameter, first: int) -> int:
-    if not isinstance(parameter, DTensor):
-        return min(first, len(parameter))
-    size, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    start, size = shard_part(parameter)
     return max(0, min(first - start[0], size[0]))
