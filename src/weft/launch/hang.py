@@ -11,7 +11,9 @@ from pathlib import Path
 
 from weft.launch.failures import print_error
 from weft.launch.rank import STACKS_SIGNAL, Rank
+from weft.train.failure_record import collectives_file, stacks_file, waits_for_other_ranks
 
+COLLECTIVES_SECONDS = 1.0  # the ranks' own threads notice a hang this much later than the launcher, at most
 STACK_SECONDS = 3.0  # a rank that does not write its stacks for this time is killed without them
 
 
@@ -21,16 +23,40 @@ class HangWatch:
 
     Attributes:
         timeout: `training.hang_timeout`, in seconds; None: adapted to the time of the recent steps.
-        stacks: the file to which the stacks of all ranks are appended.
+        run: the run directory.
+        attempt: number of the attempt to train, counted from 1.
     """
 
     timeout: float | None
-    stacks: Path
+    run: Path
+    attempt: int
+
+    @property
+    def stacks(self) -> Path:
+        """The file to which the stacks of all ranks are appended."""
+        return stacks_file(self.run, self.attempt)
 
     def hangs(self, alive: Sequence[Rank]) -> bool:
         """Whether a rank reports no progress for too long."""
         now = time.monotonic()
         return any(now - rank.since > rank.allowed(self.timeout) for rank in alive)
+
+    def hung_first(self, alive: Sequence[Rank]) -> list[Rank]:
+        """Sorts ranks by the likelihood that they cause a hang: ranks that wait for others in a collective come last.
+
+        Suspended ranks come first, then ranks that are behind the others. Waits a short time for the records of the
+        last collectives, which the ranks write when they notice the hang.
+        """
+        end = time.monotonic() + COLLECTIVES_SECONDS
+        expected = [collectives_file(self.run, self.attempt, rank.number) for rank in alive if not rank.is_stopped]
+        while len(alive) > 1 and time.monotonic() < end and not all(file.exists() for file in expected):
+            time.sleep(0.05)
+
+        def likelihood(rank: Rank) -> tuple:
+            waits = waits_for_other_ranks(self.run, self.attempt, rank.number)
+            return (not rank.is_stopped, rank.step or 0, waits, rank.since)
+
+        return sorted(alive, key=likelihood)
 
     def dump(self, alive: Sequence[Rank]) -> bool:
         """Appends the Python stacks of all threads of all ranks to the file. Returns False if it cannot be written."""
@@ -55,8 +81,3 @@ class HangWatch:
             print_error(f"{self.stacks}: stacks cannot be written: {error.strerror}; free space or set run.directory")
             return False
         return True
-
-
-def hung_first(alive: Sequence[Rank]) -> list[Rank]:
-    """Sorts ranks by the likelihood that they cause a hang: suspended ranks, then ranks that are behind the others."""
-    return sorted(alive, key=lambda rank: (not rank.is_stopped, rank.step or 0, rank.since))

@@ -21,7 +21,7 @@ from weft.launch.failures import (
     report_verdict,
     resume_hint,
 )
-from weft.launch.hang import HangWatch, hung_first
+from weft.launch.hang import HangWatch
 from weft.launch.rank import STACKS_SIGNAL, Rank, start_rank
 from weft.observe import status
 from weft.processes import ELASTIC, EXIT_LOST, LAUNCHER, die_with, signal_handler
@@ -135,7 +135,7 @@ class LocalRanks:
 
     def kill_hung(self, alive: list[Rank], watch: HangWatch) -> None:
         """Writes the stacks of all ranks, and kills them, because a rank hangs."""
-        order = hung_first(alive)
+        order = watch.hung_first(alive)
         quiet = time.monotonic() - order[0].since
         text = f"killed after {quiet:.0f} s without progress: {first_few([str(rank) for rank in order], NAMED, '; ')}"
         if watch.dump(order):

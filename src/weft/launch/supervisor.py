@@ -51,8 +51,7 @@ class Supervisor:
 
     def watch(self, run_directory: Path) -> HangWatch | None:
         """Returns the detection of ranks that hang for the next attempt."""
-        stacks = run_directory / "logs" / f"stacks-{len(self.restarts) + 1}.txt"
-        return HangWatch(self.hang_timeout, stacks) if self.needed else None
+        return HangWatch(self.hang_timeout, run_directory, len(self.restarts) + 1) if self.needed else None
 
     def delay(self, step: int, killed: bool) -> tuple[float | None, str]:
         """Returns the seconds to wait before a restart, or None and the reason why there is no restart.

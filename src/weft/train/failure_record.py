@@ -60,6 +60,24 @@ def append_failure(run: Path, *, began: float, at: float, step: int, **failure: 
         print(f"{path}: {what}", file=sys.stderr, flush=True)
 
 
+def stacks_file(run: Path, attempt: int) -> Path:
+    """Returns the file in which the Python stacks of all ranks are written if one of them hangs."""
+    return run / "logs" / f"stacks-{attempt}.txt"
+
+
+def collectives_file(run: Path, attempt: int, rank: int) -> Path:
+    """Returns the file in which a rank that hangs writes its last collectives."""
+    return run / "logs" / f"collectives-{attempt}-rank-{rank}.json"
+
+
+def waits_for_other_ranks(run: Path, attempt: int, rank: int) -> bool:
+    """Whether a rank that makes no progress waits in a collective. If so, it is not the cause of the hang."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        recorded = json.loads(collectives_file(run, attempt, rank).read_text(encoding="utf-8"))
+        return not all(entry["retired"] for entry in recorded["entries"])
+    return False
+
+
 class RankRecord:
     """The record of a rank under torchrun: a file, which exists until the rank ends well."""
 
@@ -74,7 +92,12 @@ class RankRecord:
         self._write()
 
     def failed(self, error: BaseException | None) -> None:
-        """Records the exception that ends this rank. Another rank's exception is not recorded twice."""
+        """Records the exception that ends this rank. Another rank's exception is not recorded twice.
+
+        A rank that waits in a collective, and has recorded a hang, fails when the rank that hangs ends.
+        """
+        if self.content.get("ended"):
+            return
         lines = "".join(traceback.format_exception(error)).splitlines()[-LINES:]
         self._end(lines, "elsewhere" if getattr(error, "elsewhere", False) else "failed")
 
@@ -116,8 +139,8 @@ def has_begun(run: Path, number: int) -> bool:
 def record_last_attempt(run: Path, torchrun: str) -> None:
     """Records the failure that the ranks of the last attempt left behind, if there was one. The first rank calls it.
 
-    A rank that was killed left no end in its file. It is taken for the cause; otherwise the rank that failed first, or
-    the rank that is behind the others if the ranks hung.
+    A rank that was killed left no end in its file. It is taken for the cause; otherwise the rank that failed first. If
+    the ranks hung, it is a rank that is behind the others and does not wait for them.
 
     Args:
         torchrun: torchrun's id of the job, which the next attempt compares with its own (see `has_begun`).
@@ -139,8 +162,10 @@ def record_last_attempt(run: Path, torchrun: str) -> None:
         ended = content.get("ended")
         if ended is None:
             return (0,)
-        behind = (ended["step"], ended["since"]) if ended["kind"] == "hang" else (ended["at"],)
-        return (order[ended["kind"]], *behind)
+        if ended["kind"] != "hang":
+            return (order[ended["kind"]], ended["at"])
+        waits = waits_for_other_ranks(run, content["attempt"], content["rank"])
+        return (order["hang"], ended["step"], waits, ended["since"])
 
     first = min((content for content, _ in found), key=likelihood)
     ends = [content["ended"] for content, _ in found if content.get("ended")]

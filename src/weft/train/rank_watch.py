@@ -14,10 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.files import replace_file
 from weft.observe import status
 from weft.processes import EXIT_LOST
 from weft.torch_private import recorded_collectives
-from weft.train.failure_record import RankRecord
+from weft.train.failure_record import RankRecord, collectives_file, stacks_file
 
 if TYPE_CHECKING:
     from weft.train.loop import Loop
@@ -54,7 +55,8 @@ class RankWatch:
         self.record: RankRecord | None = None
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
         self.decides = not status.connected() and (timeout is not None or restarts)
-        self.stacks = run / "logs" / f"stacks-{number}.txt"
+        self.stacks = stacks_file(run, number)
+        self.collectives = collectives_file(run, number, rank)
         self._ended = threading.Event()
         self._dumped = False
 
@@ -135,9 +137,8 @@ class RankWatch:
         recorded = recorded_collectives()
         if recorded:
             with suppress(OSError):
-                self.stacks.parent.mkdir(parents=True, exist_ok=True)
-                name = f"{self.stacks.stem.replace('stacks', 'collectives')}-rank-{self.rank}.json"
-                self.stacks.with_name(name).write_bytes(recorded)
+                self.collectives.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(self.collectives, recorded)
 
     def _end_at_deadline(self) -> None:
         """Ends this process at its deadline. Its exit code tells whether a checkpoint of the last step exists."""
