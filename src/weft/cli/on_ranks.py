@@ -89,7 +89,8 @@ def run_on_ranks(
         assert run_directory is not None
         command = [sys.executable, "-m", "weft", *verb.split(), args.file, *args.overrides, *options]
         return train_elastic(command, nproc, run_directory, hosts)
-    check_mesh(config, nproc)
+    if not config.parallel.auto:  # the ranks choose the mesh
+        check_mesh(config, nproc)
     with terminable():  # this process does not handle SIGTERM yet
         config = _pack(config, Console(), fresh)  # before ranks start
     if supervisor is not None:
@@ -127,7 +128,7 @@ def _run_as_rank(args: argparse.Namespace, verb: str, act: Callable[[RunConfig],
 def elastic_overrides(args: argparse.Namespace, console: Console) -> list[str]:
     """Returns the sizes of the mesh as overrides, if the number of hosts can differ from what the config is made for.
 
-    Prints the mesh if it differs from that of the config.
+    Prints the mesh if it differs from that of the config. A planned run (`parallel.auto`) needs no overrides.
 
     Raises:
         UserError: no mesh with this number of ranks is legal.
@@ -144,6 +145,8 @@ def elastic_overrides(args: argparse.Namespace, console: Console) -> list[str]:
         config = RunConfig.load(args.file, args.overrides, for_fit=True)  # on the ranks that it is made for
     finally:
         os.environ["WORLD_SIZE"] = ranks
+    if config.parallel.auto:
+        return []
     mesh = elastic_mesh(config, int(ranks))
     if mesh is None:
         raise UserError(f"no mesh with {ranks} ranks is legal; change the axes of parallel, or --nproc", args.file)

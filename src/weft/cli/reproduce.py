@@ -96,9 +96,13 @@ def repeat_on_ranks(
     from weft.train.reproduce import default_out, make_directory
 
     run = recorded.run
-    raise_unless_trusted(read_saved(run / CONFIG), run / CONFIG)
+    saved = read_saved(run / CONFIG)
+    raise_unless_trusted(saved, run / CONFIG)
     if args.nproc is None and "RANK" not in os.environ:
         args.nproc = recorded.ranks
+    ranks = args.nproc or int(os.environ.get("WORLD_SIZE", 1))
+    if ranks == recorded.ranks and (saved.get("parallel") or {}).get("auto"):  # the file has the plan's keys
+        args.overrides = ["parallel.auto=false", "parallel.hardware=null", *args.overrides]
     out = Path(args.out) if args.out is not None else default_out(run, verb.replace(" ", "-"))
     args.file = str(run / CONFIG)
     quoted = json.dumps({"name": out.name, "directory": str(out.parent)}, ensure_ascii=False)

@@ -46,7 +46,8 @@ class ParallelSection(Section):
 
     auto: bool = False
     """Whether the planner chooses mesh, micro-batch, recomputation and schedule for the ranks of the run, as
-    `weft plan` does; a resumed run on as many ranks keeps them. `parallel: auto` is short for it.
+    `weft plan` does; a resumed run on as many ranks keeps them. Other keys that are given stay as they are.
+    `parallel: auto` is short for it.
     """
     hardware: str | None = None
     """Name or path of the hardware file that `auto` plans with. Default: the one of this GPU, or a generic CPU.

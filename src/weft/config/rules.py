@@ -203,7 +203,8 @@ def _check_mesh(draft: Draft) -> None:
     if reported or not keys <= draft.values.keys():
         return
     known = all(key in draft.values for key in ("training.batch_tokens", "training.micro_batch_size"))
-    for reason in reasons_against(draft.get, sequences_per_step(draft) if known else None, draft.ranks):
+    ranks = None if draft.get("parallel.auto") else draft.ranks  # the planner chooses the mesh for the ranks
+    for reason in reasons_against(draft.get, sequences_per_step(draft) if known else None, ranks):
         draft.report(reason.key, reason.what, *(f"parallel.{axis}" for axis in SIZES))
 
 

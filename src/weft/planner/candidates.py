@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.config.derive import batch_sequences, sequence_length
 from weft.config.legal_mesh import is_legal, mesh_needs
-from weft.config.mesh import SEVERAL_STAGES, MeshShape, ParallelSection, Schedule, can_exchange_heads
+from weft.config.mesh import AXES, SEVERAL_STAGES, MeshShape, ParallelSection, Schedule, can_exchange_heads
 from weft.config.model import ModelSection
 from weft.config.nearest_mesh import divisors
 from weft.config.run import RunConfig
@@ -32,6 +32,7 @@ SCHEDULES: tuple[tuple[Schedule, int], ...] = (  # gpipe and looped_bfs need mor
 # Keys of `parallel` that a plan sets; others, such as `compress`, stay as in the file.
 PLANNED = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero_stage", "reshard_after_forward")
 PLANNED += ("reduce_gradients", "offload", "async_tp", "cp_method", "pp_schedule", "stages_per_rank", "stage_layers")
+PLANNED_TRAINING = ("micro_batch_size", "activation_checkpointing")  # such keys of `training`
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which is fast: `Space` creates each work once
@@ -109,7 +110,7 @@ class Space:
     """All plans of a run on a number of devices.
 
     Args:
-        config: a checked config of a built-in decoder.
+        config: a checked config of a built-in decoder. With `parallel.auto`, plans keep its other keys.
         devices: number of ranks.
         hardware: the hardware file; `tp` and `cp` stay within a node of it.
         within: False: `tp` and `cp` may exceed a node.
@@ -118,15 +119,22 @@ class Space:
     def __init__(self, config: RunConfig, devices: int, hardware: Hardware, *, within: bool = True):
         assert isinstance(config.model, ModelSection)
         self.config, self.model, self.devices = without_plan(config), config.model, devices
+        self.given = given_keys(config)
         self.inner = min(devices, hardware.node) if within else devices
         self.node = hardware.node
         self.sequences, self.length = batch_sequences(config), sequence_length(config)
-        self.schedules = [one for one in SCHEDULES if self._runs(one[0])]
+        schedules = [one for one in SCHEDULES if self.allows(pp_schedule=one[0], stages_per_rank=one[1])]
+        self.schedules = [one for one in schedules if self._runs(one[0])]
         self.sections = {one: ParallelSection(pp_schedule=one[0], stages_per_rank=one[1]) for one in SCHEDULES}
         self.work = cache(Work)
         self.recomputations = ["none", "selective", "full"]
         if (given := config.training.activation_checkpointing) not in self.recomputations:
             self.recomputations.append(given)
+        self.recomputations = [one for one in self.recomputations if self.allows(activation_checkpointing=one)]
+
+    def allows(self, **values: Any) -> bool:
+        """Whether the keys that the config gives beside `parallel.auto` have these values."""
+        return all(self.given.get(key, value) == value for key, value in values.items())
 
     def layouts(self) -> Iterator[Layout]:
         """Yields what is possible of meshes without their data axes, micro-batches and recomputation."""
@@ -135,14 +143,16 @@ class Space:
         tps, cps = ([one for one in ones if needs.allows(axis, one)] for axis in ("tp", "cp"))
         pps = [one for one in divisors(self.devices) if one <= model.num_hidden_layers and needs.allows("pp", one)]
         experts = divisors(model.moe.num_experts) if model.moe is not None else [1]
-        for tp, cp in ((tp, cp) for tp in tps for cp in cps if tp * cp <= self.inner):
+        for tp, cp in ((tp, cp) for tp in tps for cp in cps if tp * cp <= self.inner and self.allows(tp=tp, cp=cp)):
             if next(needs.of_axes(MeshShape(tp=tp, cp=cp)), None) is not None:
                 continue
-            for pp in (one for one in pps if self.devices % (one * tp * cp) == 0):
+            for pp in (one for one in pps if self.devices % (one * tp * cp) == 0 and self.allows(pp=one)):
                 data = self.devices // (pp * tp * cp)
                 if data > self.sequences:
                     continue  # ranks without a sequence
                 for ep in (one for one in experts if data * cp % one == 0 and needs.allows("ep", one)):
+                    if not self.allows(ep=ep):
+                        continue
                     yield from self._micro_batches(tp, cp, ep, pp, data)
 
     def _micro_batches(self, tp: int, cp: int, ep: int, pp: int, data: int) -> Iterator[Layout]:
@@ -150,7 +160,7 @@ class Space:
         sizes = {size for size in divisors(per_rank) if size <= MOST_MICRO}
         if isinstance(given, int) and given <= per_rank:
             sizes.add(given)
-        for micro in sorted(sizes):
+        for micro in sorted(size for size in sizes if self.allows(micro_batch_size=size)):
             for checkpointing in self.recomputations:
                 for method in self._methods(tp, cp):
                     work = self.work(tp, cp, ep, micro, checkpointing, method)
@@ -194,11 +204,18 @@ class Space:
             fsdp = shard * layout.work.cp
             if fsdp % layout.work.ep or (compresses and shard == layout.data):
                 continue
+            if not self.allows(dp_shard=shard, dp_replicate=layout.data // shard):
+                continue
             reduces = fsdp * (layout.data // shard) > 1 and layout.count > 1 and layout.pp == 1
             for reshard in self._resharding(layout, fsdp):
-                for every in (True, False) if reduces else (False,):
-                    for offload in ("parameters", "optimizer", "none"):
+                for every in self._reductions() if reduces else (False,):
+                    for offload in (one for one in ("parameters", "optimizer", "none") if self.allows(offload=one)):
                         yield Candidate(layout, shard, schedule, virtual, reshard, every, offload)
+
+    def _reductions(self) -> tuple[bool, ...]:
+        """Returns whether gradients may be reduced with every micro-batch."""
+        given = self.given.get("reduce_gradients")
+        return (True, False) if given is None else (given == "every",)
 
     def _fits(self, layout: Layout, schedule: Schedule, virtual: int) -> bool:
         if layout.pp * virtual > self.model.num_hidden_layers:
@@ -208,6 +225,9 @@ class Space:
     def _resharding(self, layout: Layout, fsdp: int) -> list[bool | int | None]:
         if fsdp == 1:
             return [None]
+        if "reshard_after_forward" in self.given:
+            reshard = self.given["reshard_after_forward"]
+            return [None if reshard is (layout.pp == 1) else reshard]  # None: the default
         if layout.pp > 1:
             return [True, None]
         apart = fsdp // layout.work.ep
@@ -234,11 +254,28 @@ class Space:
             "stages_per_rank": candidate.virtual if candidate.virtual != default else None,
             "stage_layers": stage_layers,
         }
+        changes |= {key: self.given[key] for key in ("cp_method", "stage_layers") if key in self.given}
         parallel = self.config.parallel.model_copy(update=changes)
         training = self.config.training.model_copy(
             update={"micro_batch_size": layout.work.micro, "activation_checkpointing": layout.work.checkpointing}
         )
         return self.config.model_copy(update={"parallel": parallel, "training": training})
+
+
+def given_keys(config: RunConfig) -> dict[str, Any]:
+    """Returns the keys of `PLANNED`, micro-batch and recomputation that a config gives beside `parallel.auto`.
+
+    Plans keep them. A config that gives all axes is that of a planned run, as the run directory has it: its keys are
+    those of the last plan, so none is returned.
+    """
+    set_ = {key for key, origin in config.origins.items() if origin != "default"}
+    if not config.parallel.auto or {f"parallel.{axis}" for axis in AXES} <= set_:
+        return {}
+    found = {key: getattr(config.parallel, key) for key in PLANNED if f"parallel.{key}" in set_}
+    found |= {key: getattr(config.training, key) for key in PLANNED_TRAINING if f"training.{key}" in set_}
+    if (stage := found.pop("zero_stage", None)) is not None:
+        found |= {"reshard_after_forward": stage == 3, "reduce_gradients": "last" if stage == 1 else "every"}
+    return {key: value for key, value in found.items() if value not in (None, -1, "auto")}
 
 
 def without_plan(config: RunConfig) -> RunConfig:

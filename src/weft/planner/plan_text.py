@@ -126,6 +126,8 @@ def write_plan(plan: Plan, file: str, out: Path) -> None:
     old = set(written.value) if written is not None and written.is_mapping else set()
     section, keys = plan.config.parallel.model_dump(mode="json"), dict(plan.parallel)
     keys |= {name: section[name] for name in PLANNED if name in old and name not in keys}
+    if plan.config.parallel.auto:  # else the run would be planned again
+        keys |= {"auto": False, "hardware": None}
     base = os.path.relpath(os.path.realpath(file), os.path.realpath(out.parent))
     what = f"{counted(plan.devices, 'device')}, {plan.hardware.device.name}"
     text = f"{MARK}: {what}\nextends: {base}\n{dump_section('parallel', keys)}{dump_section('training', plan.training)}"

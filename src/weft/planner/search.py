@@ -16,6 +16,8 @@ from statistics import median
 from weft.config.legal_mesh import is_legal
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
+from weft.errors import UserError
+from weft.formatting import counted
 from weft.planner.bounds import Bounds
 from weft.planner.candidates import Candidate, Layout, Space
 from weft.planner.hardware import Hardware
@@ -34,7 +36,8 @@ def search(config: RunConfig, devices: int, hardware: Hardware, *, limit: int = 
     """Returns the fastest plans that fit.
 
     Args:
-        config: a checked config. Its section `parallel` is replaced, except keys that change the result of the run.
+        config: a checked config. Its section `parallel` is replaced, except keys that change the result of the run, and
+            keys that are given beside `parallel.auto`.
         devices: number of ranks.
         hardware: the hardware file.
         limit: number of plans, of different meshes.
@@ -50,6 +53,9 @@ def search(config: RunConfig, devices: int, hardware: Hardware, *, limit: int = 
         found = Search(Space(config, devices, hardware, within=False), hardware, limit)
         found.run()
     if not found.best and not found.considered:
+        if given := found.space.given:
+            keys = ", ".join(f"{key}: {value}" for key, value in given.items())
+            raise UserError(f"no mesh of {counted(devices, 'device')} has {keys}; change or remove a key")
         raise too_many_devices(config, devices, hardware)
     plans = found.result()
     if not plans.best:

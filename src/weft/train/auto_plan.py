@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from weft.config.mesh import mesh_shape
 from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.observe.console import Console
+from weft.parallel.ranks import error_on_all_ranks
 
 GENERIC = "cpu-generic"
-_TRAINING = ("micro_batch_size", "activation_checkpointing")
 
 
 def planned(config: RunConfig, ranks: int, console: Console, *, fresh: bool) -> RunConfig:
@@ -27,10 +28,15 @@ def planned(config: RunConfig, ranks: int, console: Console, *, fresh: bool) -> 
         fresh: whether the run starts over.
 
     Raises:
-        UserError: no plan fits, the model is not the built-in decoder, or no hardware file is known for this GPU.
+        UserError: no plan fits, the batches are given, the model is not the built-in decoder, or no hardware file is
+            known for this GPU.
     """
     if not config.parallel.auto:
         return config
+    if config.data.train is None:
+        raise error_on_all_ranks(
+            "parallel: auto plans for the batches of data.train, but the batches are passed to step; set the mesh"
+        )
     if not fresh and (kept := _last(config, ranks)) is not None:
         console.line(f"parallel: {_text(kept, ranks)} (auto; as in the last session)")
         return kept
@@ -47,6 +53,17 @@ def planned(config: RunConfig, ranks: int, console: Console, *, fresh: bool) -> 
         f"parallel: {_text(chosen, ranks)} (auto; planned for {name}: {plan.prediction.step_seconds:.3g} s per step)"
     )
     return chosen
+
+
+def planned_facts(config: RunConfig) -> dict[str, str]:
+    """Returns name -> text of the plan, which must be equal on all ranks. They can differ if the devices do."""
+    if not config.parallel.auto:
+        return {}
+    from weft.planner.candidates import PLANNED, PLANNED_TRAINING
+
+    chosen = {f"parallel.{key}": getattr(config.parallel, key) for key in PLANNED}
+    chosen |= {f"training.{key}": getattr(config.training, key) for key in PLANNED_TRAINING}
+    return {f"{key} (of parallel.auto)": json.dumps(value) for key, value in chosen.items()}
 
 
 def this_hardware() -> str:
@@ -74,13 +91,15 @@ def _last(config: RunConfig, ranks: int) -> RunConfig | None:
     parallel, training = saved.get("parallel") or {}, saved.get("training") or {}
     if not parallel.get("auto"):
         return None
-    from weft.planner.candidates import PLANNED
+    from weft.planner.candidates import PLANNED, PLANNED_TRAINING, given_keys
 
+    if any((parallel | training).get(key) != value for key, value in given_keys(config).items()):
+        return None
     changes = {key: parallel.get(key) for key in PLANNED}  # a saved config has no keys that are null
     kept = config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update=changes),
-            "training": config.training.model_copy(update={key: training.get(key) for key in _TRAINING}),
+            "training": config.training.model_copy(update={key: training.get(key) for key in PLANNED_TRAINING}),
         }
     )
     try:

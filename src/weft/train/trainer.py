@@ -29,7 +29,7 @@ from weft.parallel.ranks import error_on_all_ranks
 from weft.parallel.same_run import compare_ranks
 from weft.parallel.world import World, start_world
 from weft.processes import signal_handler
-from weft.train.auto_plan import planned
+from weft.train.auto_plan import planned, planned_facts
 from weft.train.auto_settings import kernels_of, prepare_environment
 from weft.train.before_packing import check_before_packing
 from weft.train.build import Built, build, components, compressor, make_schedule, restore
@@ -279,7 +279,7 @@ class Trainer:
         """Starts the process group, builds the model and all other components, and restores the last checkpoint."""
         self._pack_sources()
         self.config = planned(self.config, int(os.environ.get("WORLD_SIZE", 1)), self.console, fresh=self.fresh)
-        compare_ranks(lambda: run_facts(self.user_config))
+        compare_ranks(lambda: run_facts(self.user_config) | planned_facts(self.config))
         check_mesh(self.config, int(os.environ.get("WORLD_SIZE", 1)))
         prepare_environment(self.config.training)
         with ExitStack() as cleanup:
