@@ -41,6 +41,25 @@ class Branch(Net):
             return self.down(self.up(x))
         return x
 """
+OPERATIONS = """
+import weft, my
+
+@weft.register_op("b l d^, n d^ -> b l n")
+def project(x, weight):
+    return x @ weight.T
+
+@weft.register_op("b l d -> b l d")
+def weights(x):
+    return x.softmax(-1)
+
+class Right(my.Net):
+    def forward(self, x):
+        return self.down(project(x, self.up.weight))
+
+class Wrong(Right):
+    def forward(self, x):
+        return super().forward(weights(x))
+"""
 CHECK = """
 import torch, my, plan
 torch.manual_seed(0)
@@ -63,11 +82,14 @@ else:
 @pytest.fixture
 def my(tmp_path, monkeypatch):
     (tmp_path / "my.py").write_text(SOURCE)
+    (tmp_path / "operations.py").write_text(OPERATIONS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("my", None)
+    for name in ("my", "operations"):
+        sys.modules.pop(name, None)
     yield tmp_path
-    sys.modules.pop("my", None)
+    for name in ("my", "operations"):
+        sys.modules.pop(name, None)
 
 
 def test_a_plan_is_written_as_python_without_weft_and_read_after_edits(my, capsys):
@@ -107,6 +129,9 @@ def test_a_plan_is_written_as_python_without_weft_and_read_after_edits(my, capsy
         ("my:Net --inputs my:example --devices 1 --out plan.txt", "the name of a plan ends with .py or .json"),
         ("my:sized --inputs my:example --devices 2", "my:sized needs inner"),
         ("my:Nett --inputs my:example --devices 2", "has no 'Nett'"),
+        ("my:Net --inputs my:example --verify-ops", "Net calls no operation of weft.register_op"),
+        ("my:Net --inputs my:example --verify-ops --out plan.py", "--verify-ops finds no plan; remove --out"),
+        ("operations:Right --inputs my:wrong --verify-ops", "Right does not run on the CPU in float64"),
         ("--diff a.py b.py", "a.py: No such file or directory"),
     ],
 )
@@ -125,6 +150,16 @@ def test_a_table_that_cannot_be_read_is_reported_with_its_line(my, capsys):
     (my / "bad.py").write_text("\n".join(lines))
     assert main(["parallelize", "--diff", "plan.py", "bad.py"]) == 2
     assert f"bad.py:{place}: INPUTS: 'Shard(dim=0)' is no placement" in capsys.readouterr().err
+
+
+def test_annotations_are_tried_on_the_calls_of_a_module(my, capsys):
+    assert main(["parallelize", "operations:Right", "--inputs", "my:example", "--verify-ops"]) == 0
+    assert capsys.readouterr().out == "project, 'b l d^, n d^ -> b l n': right (not tried, of size 1: b)\n"
+    assert main(["parallelize", "operations:Wrong", "--inputs", "my:example", "--verify-ops"]) == 1
+    wrong, line, right = capsys.readouterr().out.splitlines()
+    assert wrong.startswith("weights, 'b l d -> b l d': WRONG")
+    assert line == "  d: parts do not give the results of the whole; write d^"
+    assert ": right" in right
 
 
 def test_branches_on_values_run_on_plain_tensors(my, capsys):

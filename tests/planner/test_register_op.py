@@ -74,6 +74,24 @@ def test_wrong_annotations_are_found_by_trying_and_right_ones_proposed():
         wrong_splits(torch.relu, x)
 
 
+def test_operations_that_fail_on_parts_or_return_something_else_are_reported():
+    @weft.register_op("b d -> b d")
+    def halves(x):
+        return torch.cat(x.view(len(x), 2, 3).unbind(1), 1)
+
+    @weft.register_op("b -> b, b")
+    def one_result(x):
+        return x
+
+    x = torch.randn(4, 6, dtype=torch.float64)
+    (line,) = wrong_splits(halves, x)
+    assert line.startswith("d: fails on a part (")
+    assert line.endswith("; write d^")
+    assert wrong_splits(one_result, x[:, 0]) == ["one_result returns 1 results, but the annotation has 2"]
+    with pytest.raises(UserError, match="argument 1 has 1 dimensions"):
+        wrong_splits(halves, x[0])
+
+
 def test_other_arguments_than_the_annotation_says_are_named():
     from weft.planner.parallelize.register_op import split_call
 

@@ -44,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the plan (plan.json, or plan.py, also edited) on gloo processes of this machine in float64, and "
         "compare loss, gradients and parameters after a step with one device; exits with code 1 if they differ",
     )
+    parser.add_argument(
+        "--verify-ops",
+        action="store_true",
+        help="run MODULE:NAME once on the CPU in float64, and try the annotations (weft.register_op) of the operations "
+        "that it calls: each dimension is cut in two, and the parts are compared with the whole; exits with code 1 if "
+        "an annotation is wrong, and proposes another mark",
+    )
     parser.add_argument("--diff", nargs=2, metavar=("PLAN", "PLAN"), help="only print what two plans do differently")
 
 
@@ -62,9 +69,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.verify:
         return verify(args)
-    for name, value in (("MODULE:NAME", args.module), ("--inputs", args.inputs), ("--devices", args.devices)):
+    needed = [("MODULE:NAME", args.module), ("--inputs", args.inputs)]
+    for name, value in needed if args.verify_ops else [*needed, ("--devices", args.devices)]:
         if value is None:
             raise UserError(f"{name} is required: weft parallelize my:Net --inputs my:example --devices 16")
+    if args.verify_ops:
+        for name in ("devices", "hardware", "memory", "loss", "out", "explain", "picture"):
+            if getattr(args, name):
+                raise UserError(f"--verify-ops finds no plan; remove --{name}, or call it without --verify-ops")
+        return verify_ops(args)
     from weft.planner.parallelize.search import search_plan
 
     plan, search, best = search_plan(
@@ -112,6 +125,19 @@ def verify(args: argparse.Namespace) -> int:
     report = verify_plan(read_plan(args.verify), *call, loss=named(loss, "--loss") if loss else None)
     print(report)
     return 0 if report.equal else 1
+
+
+def verify_ops(args: argparse.Namespace) -> int:
+    """Prints what is wrong in the annotations of the operations that a module calls. Returns 1 if something is."""
+    from weft.planner.parallelize.verify_ops import verify_operations
+
+    report = verify_operations(module_of(args.module), inputs_of(args.inputs))
+    for operation, found in report.items():
+        untried = f" (not tried, of size 1: {', '.join(sorted(found.untried))})" if found.untried else ""
+        print(f"{operation}: {'WRONG' if found.problems else 'right'}{untried}")
+        for line in found.problems:
+            print(f"  {line}")
+    return 1 if any(found.problems for found in report.values()) else 0
 
 
 def named(reference: str, option: str) -> Any:

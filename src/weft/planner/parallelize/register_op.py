@@ -40,12 +40,14 @@ class Annotation:
         inputs, outputs: the names of the dimensions of each tensor.
         split: names of dimensions that can be split.
         summed: names of dimensions that can be split, and whose parts give results to sum.
+        text: the annotation as it was written.
     """
 
     inputs: tuple[Group, ...]
     outputs: tuple[Group, ...]
     split: frozenset[str]
     summed: frozenset[str]
+    text: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Annotation:
@@ -68,7 +70,7 @@ class Annotation:
                 f"register_op: {text!r}: {lost[0]} is not in a result; mark it {lost[0]}+ (parts are summed) or "
                 f"{lost[0]}^ (not split)"
             )
-        return cls(inputs, outputs, split, summed)
+        return cls(inputs, outputs, split, summed, text)
 
     def places(self, name: str, groups: Sequence[Group]) -> list[int | None]:
         """Returns the dimension of a name in each group; None where it is missing."""
@@ -146,17 +148,7 @@ def split_call(function: Callable, annotation: Annotation, args: Sequence[Any], 
         UserError: there are other arguments, or tensors have other dimensions, than the annotation says.
     """
     name = getattr(function, "__name__", "operation")
-    if len(args) != len(annotation.inputs):
-        raise UserError(f"register_op: {name} has {len(args)} arguments, but its annotation {len(annotation.inputs)}")
-    sizes: dict[str, int] = {}
-    for place, (value, group) in enumerate(zip(args, annotation.inputs, strict=True), 1):
-        if group is None or not isinstance(value, torch.Tensor):
-            continue
-        if value.dim() != len(group):
-            said = f"the annotation says {len(group)} ({' '.join(group)})"
-            raise UserError(f"register_op: {name}: argument {place} has {value.dim()} dimensions, but {said}")
-        for dim, size in zip(group, value.shape, strict=True):
-            sizes[dim] = size
+    sizes = sizes_of(name, annotation, args)
     mesh: DeviceMesh = next(one.device_mesh for one in args if isinstance(one, DTensor))
     chosen = _choose(annotation, args, sizes, mesh)
     local = [_part(value, group, chosen, mesh) for value, group in zip(args, annotation.inputs, strict=True)]
@@ -174,6 +166,26 @@ def split_call(function: Callable, annotation: Annotation, args: Sequence[Any], 
         for result, group in zip(found, annotation.outputs, strict=True)
     ]
     return wrapped[0] if single else type(results)(wrapped)
+
+
+def sizes_of(name: str, annotation: Annotation, args: Sequence[Any]) -> dict[str, int]:
+    """Returns the size of each dimension of the annotation, in a call of the operation `name`.
+
+    Raises:
+        UserError: there are other arguments, or tensors have other dimensions, than the annotation says.
+    """
+    if len(args) != len(annotation.inputs):
+        raise UserError(f"register_op: {name} has {len(args)} arguments, but its annotation {len(annotation.inputs)}")
+    sizes: dict[str, int] = {}
+    for place, (value, group) in enumerate(zip(args, annotation.inputs, strict=True), 1):
+        if group is None or not isinstance(value, torch.Tensor):
+            continue
+        if value.dim() != len(group):
+            said = f"the annotation says {len(group)} ({' '.join(group)})"
+            raise UserError(f"register_op: {name}: argument {place} has {value.dim()} dimensions, but {said}")
+        for dim, size in zip(group, value.shape, strict=True):
+            sizes[dim] = size
+    return sizes
 
 
 def _choose(annotation: Annotation, args: Sequence[Any], sizes: dict[str, int], mesh: DeviceMesh) -> list[str | None]:
@@ -220,37 +232,51 @@ def wrong_splits(operation: Callable, *args: Any, parts: int = 2, **kwargs: Any)
     Args:
         operation: what `register_op` returned.
         args: example inputs, in float64 for a sharp comparison.
-        parts: into how many parts each dimension is cut.
+        parts: into how many parts each dimension is cut. Smaller dimensions are not tried.
 
     Returns:
         One line for each dimension whose parts do not give the results of the whole, with what does; none if all do.
 
     Raises:
-        UserError: the operation has no annotation.
+        UserError: the operation has no annotation, or an annotation for other arguments.
     """
     annotation: Annotation | None = getattr(operation, "annotation", None)
+    called = getattr(operation, "__name__", str(operation))
     if annotation is None:
-        raise UserError(
-            f"{getattr(operation, '__name__', operation)} has no annotation; decorate it with weft.register_op"
-        )
+        raise UserError(f"{called} has no annotation; decorate it with weft.register_op")
+    sizes = sizes_of(called, annotation, args)
     whole = _results(operation(*args, **kwargs))
-    problems = []
+    problems = _result_problems(called, annotation, whole)
+    if problems:
+        return problems
     for name in sorted(annotation.split | annotation.summed):
         places = annotation.places(name, annotation.inputs)
-        size = next(args[at].shape[dim] for at, dim in enumerate(places) if dim is not None)
-        if size % parts:
-            problems.append(f"{name}: the example has {size} of it; give one that {parts} divides")
+        if sizes[name] < parts:
             continue
         pieces = []
-        for part in range(parts):
-            cut = [
-                value if dim is None else value.tensor_split(parts, dim)[part]
-                for value, dim in zip(args, places, strict=True)
-            ]
-            pieces.append(_results(operation(*cut, **kwargs)))
+        try:
+            for part in range(parts):
+                cut = [
+                    value if dim is None else value.tensor_split(parts, dim)[part]
+                    for value, dim in zip(args, places, strict=True)
+                ]
+                pieces.append(_results(operation(*cut, **kwargs)))
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            problems.append(f"{name}: fails on a part ({' '.join(str(error).split())}); write {name}^")
+            continue
         if not _equal(whole, pieces, annotation, name):
             problems.append(f"{name}: {_proposal(whole, pieces, annotation, name)}")
     return problems
+
+
+def _result_problems(called: str, annotation: Annotation, whole: Sequence[torch.Tensor]) -> list[str]:
+    if len(whole) != len(annotation.outputs):
+        return [f"{called} returns {len(whole)} results, but the annotation has {len(annotation.outputs)}"]
+    return [
+        f"result {place} has {result.dim()} dimensions, but the annotation says {len(group)} ({' '.join(group)})"
+        for place, (result, group) in enumerate(zip(whole, annotation.outputs, strict=True), 1)
+        if group is not None and result.dim() != len(group)
+    ]
 
 
 def _results(found: Any) -> tuple[torch.Tensor, ...]:

@@ -90,7 +90,7 @@ def verify_plan(
     Raises:
         UserError: the module does not run on one device, or a process failed.
     """
-    args, kwargs = _fewer_rows(plan.dp, call_of(example_inputs))
+    args, kwargs = fewer_rows(plan.dp, call_of(example_inputs))
     context = torch.multiprocessing.get_context("spawn")
     answers, port = context.Queue(), _free_port()
     processes = [
@@ -139,7 +139,7 @@ def _rank(answers: Any, rank: int, port: int, *case: Any) -> None:
 
 
 def _compare(plan: Plan, module: Any, args: Any, kwargs: Any, loss: Any) -> tuple[float, float, float, str, Traffic]:
-    reference = _module(module)
+    reference = module_in_float64(module)
     model = plan.apply(copy.deepcopy(reference))
     losses: list[float] = []
     mode = CountCollectives()
@@ -179,7 +179,7 @@ def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
         return (one.double() - full.double()).abs().max().item() / largest if one.numel() else 0.0
 
 
-def _module(module: Any) -> nn.Module:
+def module_in_float64(module: Any) -> nn.Module:
     """Returns the module in float64, with random values for parameters on the meta device."""
     torch.manual_seed(SEED)
     made = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
@@ -193,12 +193,12 @@ def _module(module: Any) -> nn.Module:
 
 def _dry(plan: Plan, module: Any, args: Any, kwargs: Any, loss: Any) -> Traffic | str:
     try:
-        return dry_run(plan, _module(module), args, kwargs, loss)
+        return dry_run(plan, module_in_float64(module), args, kwargs, loss)
     except (RuntimeError, NotImplementedError) as error:
         return str(error)
 
 
-def _fewer_rows(dp: int, call: Any) -> Any:
+def fewer_rows(dp: int, call: Any) -> Any:
     """Returns a call with two rows for each data rank, where there are more, and with tensors of float64."""
     rows = batch_rows(call) or 0
     kept = 2 * dp if rows % dp == 0 and rows > 2 * dp else rows
