@@ -133,13 +133,30 @@ def test_a_plan_is_written_as_python_without_weft_and_read_after_edits(my, capsy
         ("my:Net --inputs my:example --verify-ops --out plan.py", "--verify-ops finds no plan; remove --out"),
         ("operations:Right --inputs my:wrong --verify-ops", "Right does not run on the CPU in float64"),
         ("--diff a.py b.py", "a.py: No such file or directory"),
+        ("--diff a.py b.py --devices 2", "--diff does not use --devices"),
+        ("my:Net --inputs my:example --verify plan.py --out other.py", "--verify does not use --out"),
+        ("my:Net --inputs my:example --devices 1 --out my.py", "my.py: this file exists and is not a plan"),
+        ("--diff binary.py my.py", "binary.py: not UTF-8"),
+        ("--diff folder my.py", "folder: Is a directory"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(my, capsys, words, message):
+    (my / "binary.py").write_bytes(b"\xff\xfe")
+    (my / "folder").mkdir()
     assert main(["parallelize", *words.split()]) == 2
     printed = capsys.readouterr().err.strip()
     assert message in printed
     assert "\n" not in printed
+
+
+def test_an_edited_plan_is_not_overwritten(my, capsys):
+    words = ["parallelize", "my:Net", "--inputs", "my:example", "--devices", "1", "--out", "plan.py"]
+    assert [main(words), main(words)] == [0, 0]
+    edited = (my / "plan.py").read_text().replace("RECOMPUTE = []", 'RECOMPUTE = ["up"]')
+    (my / "plan.py").write_text(edited)
+    assert main(words) == 2
+    assert "plan.py: this plan was edited" in capsys.readouterr().err
+    assert (my / "plan.py").read_text() == edited
 
 
 def test_a_table_that_cannot_be_read_is_reported_with_its_line(my, capsys):

@@ -38,3 +38,9 @@ def test_a_module_that_depends_on_its_rank_is_not_equal():
 def test_a_module_that_does_not_run_is_reported():
     with pytest.raises(UserError, match=r"rank [01]: ValueError: no rows"):
         verify_plan(Plan(dp=2), verify_parts.fails, torch.randn(4, 4))
+
+
+@pytest.mark.matrix
+def test_a_killed_process_is_reported_at_once():
+    with pytest.raises(UserError, match=r"rank 1 was killed by SIGKILL"):
+        verify_plan(Plan(dp=2), verify_parts.killed, torch.randn(4, 4), seconds=60)

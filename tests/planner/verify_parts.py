@@ -1,5 +1,8 @@
 """Modules for `weft.planner.parallelize.verify`, whose processes import them by name."""
 
+import os
+import signal
+
 import modules_to_parallelize as modules
 import torch
 
@@ -19,3 +22,10 @@ class Wrong(torch.nn.Linear):
 def fails():
     """A module that cannot be made."""
     raise ValueError("no rows")
+
+
+def killed():
+    """A module whose second process is killed while it is made, as by a lack of memory."""
+    if os.environ.get("RANK") == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.nn.Linear(4, 4)

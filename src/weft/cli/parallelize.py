@@ -56,28 +56,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
+    from pathlib import Path
 
+    from weft.cli.options import refuse_other_options
     from weft.errors import UserError
     from weft.planner.parallelize.explain import difference, explain
     from weft.planner.parallelize.picture import picture
-    from weft.planner.parallelize.read import read_plan
+    from weft.planner.parallelize.read import check_out, read_plan
     from weft.planner.parallelize.write import write_plan
 
     if args.diff:
+        refuse_other_options(args, "--diff")
         lines = difference(*map(read_plan, args.diff))
         print("\n".join(lines) or "the plans are equal")
         return 0
     if args.verify:
+        refuse_other_options(args, "--verify", "--inputs", "--loss")
         return verify(args)
     needed = [("MODULE:NAME", args.module), ("--inputs", args.inputs)]
     for name, value in needed if args.verify_ops else [*needed, ("--devices", args.devices)]:
         if value is None:
             raise UserError(f"{name} is required: weft parallelize my:Net --inputs my:example --devices 16")
     if args.verify_ops:
-        for name in ("devices", "hardware", "memory", "loss", "out", "explain", "picture"):
-            if getattr(args, name):
-                raise UserError(f"--verify-ops finds no plan; remove --{name}, or call it without --verify-ops")
+        refuse_other_options(args, "--verify-ops", "--inputs")
         return verify_ops(args)
+    if args.out:
+        check_out(Path(args.out))
     from weft.planner.parallelize.search import search_plan
 
     plan, search, best = search_plan(
@@ -96,8 +100,6 @@ def run(args: argparse.Namespace) -> int:
         write_plan(plan, args.out, args.module.partition(":")[2] or args.module)
         print(f"{args.out}: dp {plan.dp} x tp {plan.tp}, {len(plan.parameters)} patterns of split parameters")
     if args.picture:
-        from pathlib import Path
-
         from weft.files import replace_file, report_write_errors
 
         with report_write_errors(Path(args.picture)):

@@ -124,12 +124,14 @@ def print_budget(args: argparse.Namespace) -> int:
     import json
     from pathlib import Path
 
+    from weft.cli.options import refuse_other_options
     from weft.errors import UserError
     from weft.planner.budget_text import budget_dict, budget_text
     from weft.planner.scaling_runs import read_law
 
     if args.file is not None:
         raise UserError("--budget needs no run file; remove FILE")
+    refuse_other_options(args, "--budget", "--scaling", "--json")
     own = None if args.scaling is None else read_law(Path(args.scaling))
     print(json.dumps(budget_dict(args.budget, own), indent=2) if args.json else budget_text(args.budget, own))
     return 0

@@ -11,7 +11,12 @@ from typing import Any
 from weft.errors import UserError
 from weft.planner.parallelize.placements import PLACEMENTS, placement_of
 from weft.planner.parallelize.plan import Plan
-from weft.planner.parallelize.write import NAMES
+
+NAMES = {
+    "DP": "dp", "TP": "tp", "SHARD_PARAMETERS": "shard_parameters", "STRUCTURE": "structure",
+    "PARAMETERS": "parameters", "INPUTS": "inputs", "OUTPUTS": "outputs", "ISLANDS": "islands",
+    "RECOMPUTE": "recompute",
+}  # fmt: skip  # of the tables in plan.py
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -21,10 +26,7 @@ def read_plan(path: str | Path) -> Plan:
         UserError: there is no such file, or a table of it cannot be read (with file and line).
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; write a plan with: weft parallelize my:Net --out {path}") from error
+    text = _text(path)
     if path.suffix == ".json":
         return _from_json(path, text)
     tables = _tables(path, text)
@@ -33,11 +35,40 @@ def read_plan(path: str | Path) -> Plan:
         raise UserError(f"{path}: no {missing[0]}; it is not a plan of `weft parallelize`")
     plan = Plan(**{NAMES[name]: value for name, value in tables.items()})
     twin = path.with_suffix(".json")
-    if twin.is_file():
-        written = _from_json(twin, twin.read_text(encoding="utf-8"))
-        same = all(getattr(plan, name) == getattr(written, name) for name in NAMES.values())
-        return written if same else plan
-    return plan
+    written = _from_json(twin, _text(twin)) if twin.is_file() else plan
+    same = all(getattr(plan, name) == getattr(written, name) for name in NAMES.values())
+    return written if same else plan
+
+
+def check_out(path: Path) -> None:
+    """Checks that a plan may be written to a path, before the search for it.
+
+    Raises:
+        UserError: the path is that of another file, or of a plan that was edited by hand.
+    """
+    if path.suffix not in (".py", ".json"):
+        raise UserError(f"{path}: the name of a plan ends with .py or .json")
+    if path.suffix == ".py" and not path.stem.isidentifier():
+        raise UserError(f"{path}: {path.stem!r} is no name of a Python module; use letters, digits and _")
+    twin = path.with_suffix(".json")
+    for file in (path, twin):
+        if not file.exists():
+            continue
+        try:
+            found = read_plan(file)
+        except UserError as error:
+            raise UserError(f"{file}: this file exists and is not a plan; choose another name") from error
+        if file.suffix == ".py" and not (twin.is_file() and found.prediction == read_plan(twin).prediction):
+            raise UserError(f"{file}: this plan was edited; choose another name, or delete it")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; write a plan with: weft parallelize my:Net --out {path}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text, so not a plan of `weft parallelize`") from error
 
 
 def _from_json(path: Path, text: str) -> Plan:

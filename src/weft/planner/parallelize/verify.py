@@ -6,6 +6,7 @@ import copy
 import os
 import queue
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.errors import UserError
+from weft.launch.failures import signal_name
 from weft.planner.parallelize.containers import batch_rows, call_of, map_tensors
 from weft.planner.parallelize.dry_run import CountCollectives, Traffic, dry_run, loss_of
 from weft.planner.parallelize.torch_private import replicated
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-9  # of float64 results, relative to the largest value of a tensor
 SEED = 0
+POLL = 1.0  # seconds between two looks for processes that have ended
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,21 @@ def verify_plan(
         process.start()
     try:
         found: dict[int, Any] = {}
+        end = time.monotonic() + seconds
         while len(found) < len(processes):
-            rank, value = answers.get(timeout=seconds)
+            ended = [rank for rank, process in enumerate(processes, start=-1) if process.exitcode]
+            try:
+                rank, value = answers.get(timeout=POLL)
+            except queue.Empty:
+                if lost := [rank for rank in ended if rank not in found]:
+                    raise UserError(_lost(lost[0], processes[lost[0] + 1].exitcode)) from None
+                if time.monotonic() > end:
+                    what = f"the plan did not finish in {seconds:g} seconds; give a smaller module or batch"
+                    raise UserError(what) from None
+                continue
             if isinstance(value, str) and rank >= 0:
                 raise UserError(f"rank {rank}: {value}")
             found[rank] = value
-    except queue.Empty:
-        raise UserError(f"the plan did not finish in {seconds:g} seconds; give a smaller module or batch") from None
     finally:
         for process in processes:
             process.kill()
@@ -115,6 +126,13 @@ def verify_plan(
     loss_difference, gradients, parameters, worst, counted = found[0]
     predicted = found[-1] if isinstance(found[-1], Traffic) else None
     return Verification(loss_difference, gradients, parameters, worst, counted, predicted)
+
+
+def _lost(rank: int, code: int | None) -> str:
+    """Returns a message for a process that ended without an answer."""
+    what = "the dry run" if rank < 0 else f"rank {rank}"
+    ended = f"was killed by {signal_name(-code)}" if code is not None and code < 0 else f"exited with code {code}"
+    return f"{what} {ended}; if memory ran out, give a smaller module or batch"
 
 
 def _rank(answers: Any, rank: int, port: int, *case: Any) -> None:

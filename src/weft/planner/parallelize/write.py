@@ -12,7 +12,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
 from weft.planner.parallelize.explain import duration_text
 from weft.planner.parallelize.placements import placement_text
@@ -21,12 +20,6 @@ from weft.planner.parallelize.placements import placement_text
 RUNTIME = (
     "runtime", "containers", "functions", "operators", "islands", "materialize", "axes", "mesh", "torch_private",
 )  # fmt: skip
-NAMES = {
-    "DP": "dp", "TP": "tp", "SHARD_PARAMETERS": "shard_parameters", "STRUCTURE": "structure",
-    "PARAMETERS": "parameters", "INPUTS": "inputs", "OUTPUTS": "outputs", "ISLANDS": "islands",
-    "RECOMPUTE": "recompute",
-}  # fmt: skip
-
 HEAD = '''\
 """How {title} runs on {devices} devices: dp {dp} x tp {tp}.{cost}
 
@@ -98,13 +91,12 @@ def write_plan(plan: Any, path: str | Path, title: str = "a module") -> None:
     """Writes a plan: for `plan.py`, also `plan.json` and the folder `plan_runtime`; for `plan.json`, only this file.
 
     Raises:
-        UserError: the name of the file ends with neither `.py` nor `.json`.
+        UserError: the name ends with neither `.py` nor `.json`, or the file exists and is no plan, or an edited one.
     """
+    from weft.planner.parallelize.read import check_out  # it imports Plan, which imports this file
+
     path = Path(path)
-    if path.suffix not in (".py", ".json"):
-        raise UserError(f"{path}: the name of a plan ends with .py or .json")
-    if path.suffix == ".py" and not path.stem.isidentifier():
-        raise UserError(f"{path}: {path.stem!r} is no name of a Python module; use letters, digits and _")
+    check_out(path)
     with report_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path.with_suffix(".json"), json.dumps(plan.to_json(), indent=2) + "\n")
