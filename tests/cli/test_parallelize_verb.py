@@ -130,7 +130,7 @@ def test_a_plan_is_written_as_python_without_weft_and_read_after_edits(my, capsy
         ("my:sized --inputs my:example --devices 2", "my:sized needs inner"),
         ("my:Nett --inputs my:example --devices 2", "has no 'Nett'"),
         ("my:Net --inputs my:example --verify-ops", "Net calls no operation of weft.register_op"),
-        ("my:Net --inputs my:example --verify-ops --out plan.py", "--verify-ops finds no plan; remove --out"),
+        ("my:Net --inputs my:example --verify-ops --out plan.py", "--verify-ops does not use --out"),
         ("operations:Right --inputs my:wrong --verify-ops", "Right does not run on the CPU in float64"),
         ("--diff a.py b.py", "a.py: No such file or directory"),
         ("--diff a.py b.py --devices 2", "--diff does not use --devices"),
