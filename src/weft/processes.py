@@ -23,6 +23,14 @@ def attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + 1
 
 
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, such as `SIGSEGV`, or `signal 40` if it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def usable_cores() -> int:
     """Returns the number of CPU cores in this process's affinity mask.
 

@@ -29,7 +29,7 @@ from weft.errors import UserError, describe_user_exception, is_out_of_memory, re
 from weft.formatting import byte_size
 from weft.observe import status
 from weft.observe.logs import log_path, log_to_file, open_log
-from weft.processes import EXIT_LOST
+from weft.processes import EXIT_LOST, signal_name
 
 MISTAKE, CUSTOM, INTERNAL = "mistake", "custom", "internal"  # who is at fault: the input, custom code, other code
 STOPPED = "stopped"  # a signal to any rank; the message is its number
@@ -231,14 +231,6 @@ def report_verdict(verdict: Verdict, run_directory: Path | None) -> int:
 def print_error(text: str) -> None:
     """Prints a text on stderr."""
     print(text.rstrip("\n"), file=sys.stderr, flush=True)
-
-
-def signal_name(number: int) -> str:
-    """Returns the name of a signal, such as `SIGSEGV`, or `signal 40` if it has none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def resume_hint(run_directory: Path | None) -> str:

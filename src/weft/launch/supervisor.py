@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weft.formatting import counted
-from weft.launch.failures import Verdict, print_error, report_verdict, signal_name
+from weft.launch.failures import Verdict, print_error, report_verdict
 from weft.launch.hang import HangWatch
 from weft.launch.local import POLL, SIGNALS, LocalRanks, run_once
 from weft.launch.rank import Rank
-from weft.processes import signal_handler
+from weft.processes import signal_handler, signal_name
 from weft.train.failure_record import append_failure, last_checkpoint
 
 # Seconds before a restart. The first one is at once; the delay is doubled while the run makes no progress.

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.errors import UserError
-from weft.launch.failures import signal_name
 from weft.planner.parallelize.containers import batch_rows, call_of, map_tensors
 from weft.planner.parallelize.dry_run import CountCollectives, Traffic, dry_run, loss_of
 from weft.planner.parallelize.torch_private import replicated
+from weft.processes import signal_name
 
 if TYPE_CHECKING:
     from weft.planner.parallelize.plan import Plan
