@@ -135,7 +135,7 @@ def test_a_plan_is_written_as_python_without_weft_and_read_after_edits(my, capsy
         ("--diff a.py b.py", "a.py: No such file or directory"),
         ("--diff a.py b.py --devices 2", "--diff does not use --devices"),
         ("my:Net --inputs my:example --verify plan.py --out other.py", "--verify does not use --out"),
-        ("my:Net --inputs my:example --devices 1 --out my.py", "my.py: this file exists and is not a plan"),
+        ("my:Net --inputs my:example --devices 1 --out my.py", "my.py: this file was not written by"),
         ("--diff binary.py my.py", "binary.py: not UTF-8"),
         ("--diff folder my.py", "folder: Is a directory"),
     ],
@@ -155,7 +155,7 @@ def test_an_edited_plan_is_not_overwritten(my, capsys):
     edited = (my / "plan.py").read_text().replace("RECOMPUTE = []", 'RECOMPUTE = ["up"]')
     (my / "plan.py").write_text(edited)
     assert main(words) == 2
-    assert "plan.py: this plan was edited" in capsys.readouterr().err
+    assert "plan.py: this file was not written by `weft parallelize`, or was edited" in capsys.readouterr().err
     assert (my / "plan.py").read_text() == edited
 
 

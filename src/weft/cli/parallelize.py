@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     from weft.errors import UserError
     from weft.planner.parallelize.explain import difference, explain
     from weft.planner.parallelize.picture import picture
-    from weft.planner.parallelize.read import check_out, read_plan
-    from weft.planner.parallelize.write import write_plan
+    from weft.planner.parallelize.read import read_plan
+    from weft.planner.parallelize.write import check_out, write_plan
 
     if args.diff:
         refuse_other_options(args, "--diff")

@@ -18,7 +18,7 @@ from weft.planner.parallelize.explain import explain
 from weft.planner.parallelize.mesh import mesh_of, start_processes
 from weft.planner.parallelize.placements import PLACEMENTS, placement_of, placement_text
 from weft.planner.parallelize.runtime import Runtime, matches
-from weft.planner.parallelize.write import write_plan
+from weft.planner.parallelize.write import PYTHON_DIGEST, write_plan
 
 Table = Mapping[str, Placement]
 
@@ -153,6 +153,7 @@ class Plan:
     def from_json(cls, values: Mapping[str, Any]) -> Plan:
         """Returns the plan that `to_json` returned the values of."""
         found: dict[str, Any] = dict(values) | {"recompute": tuple(values.get("recompute", ()))}
+        found.pop(PYTHON_DIGEST, None)
         for name in PLACEMENTS:
             found[name] = {pattern: placement_of(text) for pattern, text in values.get(name, {}).items()}
         return cls(**found)

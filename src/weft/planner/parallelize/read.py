@@ -40,28 +40,6 @@ def read_plan(path: str | Path) -> Plan:
     return written if same else plan
 
 
-def check_out(path: Path) -> None:
-    """Checks that a plan may be written to a path, before the search for it.
-
-    Raises:
-        UserError: the path is that of another file, or of a plan that was edited by hand.
-    """
-    if path.suffix not in (".py", ".json"):
-        raise UserError(f"{path}: the name of a plan ends with .py or .json")
-    if path.suffix == ".py" and not path.stem.isidentifier():
-        raise UserError(f"{path}: {path.stem!r} is no name of a Python module; use letters, digits and _")
-    twin = path.with_suffix(".json")
-    for file in (path, twin):
-        if not file.exists():
-            continue
-        try:
-            found = read_plan(file)
-        except UserError as error:
-            raise UserError(f"{file}: this file exists and is not a plan; choose another name") from error
-        if file.suffix == ".py" and not (twin.is_file() and found.prediction == read_plan(twin).prediction):
-            raise UserError(f"{file}: this plan was edited; choose another name, or delete it")
-
-
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

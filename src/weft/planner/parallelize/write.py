@@ -7,15 +7,19 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
 from weft.planner.parallelize.explain import duration_text
 from weft.planner.parallelize.placements import placement_text
 
+PYTHON_DIGEST = "python_sha256"  # key of plan.json: digest of the plan.py that was written with it
 # The files of this package that apply a plan; they import only PyTorch and each other.
 RUNTIME = (
     "runtime", "containers", "functions", "operators", "islands", "materialize", "axes", "mesh", "torch_private",
@@ -93,16 +97,45 @@ def write_plan(plan: Any, path: str | Path, title: str = "a module") -> None:
     Raises:
         UserError: the name ends with neither `.py` nor `.json`, or the file exists and is no plan, or an edited one.
     """
-    from weft.planner.parallelize.read import check_out  # it imports Plan, which imports this file
-
     path = Path(path)
     check_out(path)
+    content, text = plan.to_json(), python_text(plan, path, title) if path.suffix == ".py" else None
+    if text is not None:
+        content[PYTHON_DIGEST] = _digest(text.encode())
     with report_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path.with_suffix(".json"), json.dumps(plan.to_json(), indent=2) + "\n")
-        if path.suffix == ".py":
-            replace_file(path, python_text(plan, path, title))
+        replace_file(path.with_suffix(".json"), json.dumps(content, indent=2) + "\n")
+        if text is not None:
+            replace_file(path, text)
             _write_runtime(path.with_name(f"{path.stem}_runtime"))
+
+
+def check_out(path: Path) -> None:
+    """Checks that a plan may be written to a path, before the search for it.
+
+    Raises:
+        UserError: the name ends with neither `.py` nor `.json`, or the file exists and is no plan, or an edited one.
+    """
+    if path.suffix not in (".py", ".json"):
+        raise UserError(f"{path}: the name of a plan ends with .py or .json")
+    if path.suffix == ".py" and not path.stem.isidentifier():
+        raise UserError(f"{path}: {path.stem!r} is no name of a Python module; use letters, digits and _")
+    twin = path.with_suffix(".json")
+    written: Any = None
+    with suppress(OSError, ValueError):
+        written = json.loads(twin.read_text(encoding="utf-8"))
+    if twin.exists() and not (isinstance(written, dict) and "structure" in written):
+        raise UserError(f"{twin}: this file exists and is not a plan; choose another name for the plan")
+    if path.suffix == ".py" and path.exists():
+        digest = written.get(PYTHON_DIGEST) if written else None
+        if not path.is_file() or _digest(path.read_bytes()) != digest:
+            raise UserError(
+                f"{path}: this file was not written by `weft parallelize`, or was edited; choose another name"
+            )
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def python_text(plan: Any, path: Path, title: str) -> str:
