@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import time
 from pathlib import Path
 
 import jsonschema
@@ -215,3 +216,11 @@ def test_a_schema_of_a_tool_that_cannot_be_enforced_is_refused(byte_tokenizer):
     bad = {"properties": {"city": {"not": {"type": "string"}}}}
     with pytest.raises(UserError, match=r"'weather'.*/properties/city/not.*remove"):
         tool_grammar(form, {"weather": bad}, byte_tokenizer, several=False)
+
+
+def test_text_without_calls_is_read_fast():
+    """The server reads a complete answer between two events, so a slow parser would hold up other requests."""
+    text = "A long answer, with <b>tags</b>.\n" * 30_000
+    begin = time.process_time()
+    assert read(find_tool_format(template("qwen2_5")), text) == (text, [])
+    assert time.process_time() - begin < 0.4  # a character at a time takes a second

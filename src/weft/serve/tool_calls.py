@@ -73,16 +73,23 @@ class ToolCallParser:
         self._raw: list[str] = []  # the text that becomes content if it is not a call
         self._open = False  # whether the call that is read was already returned
         self._space: list[str] = []  # white space at the end of the content, which is no content if a call follows
-        self._ended = False
+        self._ended, self._stop = False, ""  # while content is read, `_stop` is the character that can begin a call
         self.calls = 0
         self._reader = self._read()
         next(self._reader)
 
     def feed(self, text: str) -> list[Delta]:
         """Appends text. Returns the next parts of the message."""
-        self._queue.extend(text)
-        while self._queue:
-            self._send(self._queue.popleft())
+        position = 0
+        while self._queue or position < len(text):
+            if self._queue:
+                self._send(self._queue.popleft())
+            elif self._stop and text[position] != self._stop:
+                start, position = position, text.find(self._stop, position) % (len(text) + 1)  # -1: the end
+                self._content(text[start:position])
+            else:
+                self._send(text[position])
+                position += 1
         return self._take()
 
     def finish(self) -> list[Delta]:
@@ -140,7 +147,9 @@ class ToolCallParser:
             else:
                 self._content(character)
                 self._raw.clear()
+            self._stop = "" if found else marker[0]
             character = yield
+            self._stop = ""
         if not self.calls:
             self._flush()
 
@@ -165,12 +174,12 @@ class ToolCallParser:
         self._raw.clear()
 
     def _content(self, text: str) -> None:
-        for character in text:
-            if character in _BLANK:
-                self._space.append(character)
-            else:
-                self._flush()
-                self._deltas.append(Delta(character))
+        words = text.rstrip(_BLANK)
+        if words:
+            self._flush()
+            self._deltas.append(Delta(words))
+        if len(words) < len(text):
+            self._space.append(text[len(words) :])
 
     def _flush(self) -> None:
         if self._space:
@@ -231,8 +240,7 @@ class ToolCallParser:
                 raise _NotACall
             name += character
             character = yield
-        name = name.removesuffix(middle).strip()
-        character = yield from self._blanks(character)
+        name, character = name.removesuffix(middle).strip(), (yield from self._blanks(character))
         if not re.fullmatch(r"[\w.-]+", name) or character != "{":
             raise _NotACall
         self._begin_call(name)
