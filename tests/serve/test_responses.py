@@ -119,19 +119,25 @@ MISTAKES = [
     ({"store": True}, "store", "not stored"),
     ({"input": []}, "input", "at least one"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type", "item_reference"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "not text"),
-    ({"input": [{"role": "king", "content": "a"}]}, "input", "role"),
-    ({"input": [{"type": "function_call", "call_id": "a"}]}, "input", "name"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type", "'input_text'"),
+    ({"input": [{"role": "user", "content": "a"}, {"role": "king", "content": "a"}]}, "input.1.role", "'user'"),
+    ({"input": [{"role": "user", "content": "a", "audio": 1}]}, "input.0.audio", "no parameter"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "b": 1}]}]}, "input.0.content.0.b",
+     "no parameter"),
+    ({"input": [{"role": "user"}]}, "input.0.content", "missing"),
+    ({"input": [{"type": "function_call", "call_id": "a"}]}, "input.0.name", "missing"),
+    ({"input": [{"type": "function_call_output", "output": "a"}]}, "input.0.call_id", "missing"),
     ({"tools": [{"type": "web_search", "name": "a"}]}, "tools.0.type", "function"),
     ({"conversation": "a"}, "conversation", "no parameter"),
     ({"truncation": "auto"}, "truncation", "disabled"),
     # Errors of what follows the conversion to a chat name the keys of this endpoint, too.
     ({"text": {"format": SCHEMA_FORMAT}}, "text.format", "/not"),
-    ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.name", "missing"),
     ({"max_output_tokens": 101}, "max_output_tokens", "max_output_tokens is 101"),
     ({"input": "ka lo " * 400}, "input", "512"),
     ({"top_logprobs": 2}, "top_logprobs", "include"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])

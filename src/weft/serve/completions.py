@@ -146,6 +146,8 @@ async def answer(
 ) -> None:
     """Generates the choices of a request, and sends them."""
     services.check_limits(body, prompts)
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "invalid_value", "stream_options needs stream: true; set it", "stream_options")
     watch = services.metrics.watch(model)
     async with model.slots(prompts * (body.n or 1), adapter):
         job = await asyncio.to_thread(prepare)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,7 +16,6 @@ from weft.errors import UserError, describe_exception
 
 logger = logging.getLogger("weft.serve")
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-TYPE_NAME = re.compile(r"^(str|int|float|bool|dict|list|constrained-.*|.*\[.*)$")
 CODES = {404: "unknown_url", 405: "method_not_allowed"}  # of errors that Starlette raises
 
 
@@ -109,7 +107,7 @@ def handle_errors(app: FastAPI) -> None:
 
     async def answer_invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _invalid(error.errors()[0]).response
+        return _invalid(error.errors(), error.body).response
 
     app.add_exception_handler(ApiError, answer)
     app.add_exception_handler(UserError, answer)
@@ -118,24 +116,51 @@ def handle_errors(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, answer_invalid)
 
 
-def _invalid(problem: dict[str, Any]) -> ApiError:
-    """Returns the error of a body that does not have the form of the endpoint's request."""
-    kind, place = problem["type"], [str(part) for part in problem["loc"] if part not in ("body", "query", "path")]
-    # pydantic adds names of types to the place of a value that can have several types.
-    names = list(itertools.takewhile(lambda part: not TYPE_NAME.search(part), place))
-    param, several = ".".join(names) or None, len(names) < len(place)
+def _invalid(problems: Sequence[dict[str, Any]], body: Any) -> ApiError:
+    """Returns the error of a body that does not have the form of the endpoint's request.
+
+    Args:
+        problems: what pydantic found. A value that can have several types has a problem for each of them.
+        body: the body.
+    """
+    # Of the problems of the first key, the one that says most: a value of the right type, deep in the body.
+    first = [problem for problem in problems if problem["loc"][:2] == problems[0]["loc"][:2]]
+    problem = max(first, key=lambda one: (not one["type"].endswith("_type"), len(_place(one, body)[0])))
+    kind, (names, shared) = problem["type"], _place(problem, body)
+    several = kind.endswith("_type") and len(shared) < len(problem["loc"]) - 1
+    param = ".".join(shared if several else names) or None
     if kind == "json_invalid":
         return ApiError(400, "invalid_json", "the body is not valid JSON in UTF-8; correct it")
     if kind == "extra_forbidden":
         what = f"the server has no parameter {param!r}; remove it, or see /openapi.json for the parameters"
         return ApiError(400, "unknown_parameter", what, param)
-    if kind == "missing":
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        param = f"{param}.type"
+    if kind in ("missing", "union_tag_not_found"):
         if param is None:
             return ApiError(400, "missing_body", "the request has no body; send a JSON object")
         return ApiError(400, "missing_required_parameter", f"{param!r} is missing; set it", param)
     why = str(problem["msg"]).removeprefix("Value error, ")
     if param is None:
         return ApiError(400, "invalid_value", "the body is not a JSON object; send one")
-    if several and kind.endswith("_type"):
+    if kind == "union_tag_invalid":
+        tag, known = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
+        return ApiError(400, "invalid_value", f"{param!r} is {tag!r}; use one of {known}", param)
+    if several:
         why = "it has none of the supported types, which /openapi.json lists"
     return ApiError(400, "invalid_value", f"{param!r} is invalid: {why[:1].lower()}{why[1:]}; correct it", param)
+
+
+def _place(problem: dict[str, Any], body: Any) -> tuple[list[str], list[str]]:
+    """Returns the keys that lead to a problem; and those before the first type that pydantic inserts into its place."""
+    names: list[str] = []
+    shared: list[str] | None = None
+    _, *place = problem["loc"]
+    for index, part in enumerate(place):
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and part in range(len(body))):
+            body = body[part]
+        elif index < len(place) - 1 or problem["type"] != "missing":
+            shared = [*names] if shared is None else shared
+            continue
+        names.append(str(part))
+    return names, names if shared is None else shared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from weft.serve.schemas import NO_EFFECT, Function, JsonObjectFormat, NamedSchema, Section, TextFormat
 
@@ -43,6 +43,65 @@ class ResponseObjectFormat(JsonObjectFormat):
         return {"type": "json_object"}
 
 
+class ResponseTextPart(Section):
+    """A part of a text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = Field(None, description=NO_EFFECT)
+    logprobs: list[Any] | None = Field(None, description=NO_EFFECT)
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description=NO_EFFECT)
+
+
+ItemText = str | list[ResponseTextPart]
+
+
+class ResponseItem(Section):
+    """An item of the input, such as an item of an earlier response."""
+
+    id: str | None = Field(None, description=NO_EFFECT)
+    status: str | None = Field(None, description=NO_EFFECT)
+
+
+class ResponseMessage(ResponseItem):
+    """A message of a conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: ItemText
+    phase: str | None = Field(None, description=NO_EFFECT)
+
+
+class ResponseCall(ResponseItem):
+    """A call of a function in an earlier response."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResponseCallOutput(ResponseItem):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: ItemText
+
+
+def _kind(item: Any) -> Any:
+    """Returns the type of an item. Messages need no type."""
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
+
+
+Item = Annotated[
+    Annotated[ResponseMessage, Tag("message")]
+    | Annotated[ResponseCall, Tag("function_call")]
+    | Annotated[ResponseCallOutput, Tag("function_call_output")],
+    Discriminator(_kind),
+]
+
+
 class ResponseText(Section):
     """The form of the answer, which is enforced."""
 
@@ -66,7 +125,7 @@ class ResponseRequest(Section):
     }
 
     model: str | None = Field(None, description="Name of a model or of an adapter; default: the first model.")
-    input: str | list[dict[str, Any]] = Field(
+    input: str | list[Item] = Field(
         description="A text, or items of the types message, function_call and function_call_output."
     )
     instructions: str | None = Field(None, description="Text of the system message.")

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import ValidationError
 
 from weft.generation.stream import Piece
 from weft.serve.choices import Choice
@@ -18,13 +17,11 @@ from weft.serve.errors import ApiError
 from weft.serve.json_route import JsonRoute
 from weft.serve.logprobs import chat_logprobs
 from weft.serve.replies import Job, Reply
-from weft.serve.response_schemas import ResponseRequest
+from weft.serve.response_schemas import Item, ItemText, ResponseCall, ResponseMessage, ResponseRequest
 from weft.serve.schemas import ChatRequest
 from weft.serve.served_model import ServedModel
 from weft.serve.services import services_of
 from weft.serve.tool_calls import Delta
-
-TEXT_PARTS = ("input_text", "output_text", "text")
 
 router = APIRouter(tags=["generation"], route_class=JsonRoute)
 
@@ -43,7 +40,7 @@ def _as_chat(body: ResponseRequest) -> ChatRequest:
     """Converts a request to one of chat completions.
 
     Raises:
-        ApiError: an item is not supported.
+        ApiError: a value is not supported.
     """
     if body.store or body.previous_response_id is not None:
         name = "store" if body.store else "previous_response_id"
@@ -55,8 +52,8 @@ def _as_chat(body: ResponseRequest) -> ChatRequest:
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
-        for index, item in enumerate(body.input):
-            _add_item(messages, item, f"input.{index}")
+        for item in body.input:
+            _add_item(messages, item)
     tools = [
         {"type": "function", "function": t.model_dump(exclude={"type"}, exclude_unset=True)} for t in body.tools or ()
     ]
@@ -66,55 +63,38 @@ def _as_chat(body: ResponseRequest) -> ChatRequest:
         what = "top_logprobs needs include: ['message.output_text.logprobs']; set it"
         raise ApiError(400, "invalid_value", what, "top_logprobs")
     shared = ("model", "temperature", "top_p", "stream", "parallel_tool_calls")
-    try:
-        return ChatRequest.model_validate(
-            {
-                **{name: getattr(body, name) for name in shared},
-                "messages": messages,
-                "max_completion_tokens": body.max_output_tokens,
-                "tools": tools or None,
-                "tool_choice": choice
-                if choice is None or isinstance(choice, str)
-                else {"type": "function", "function": {"name": choice.name}},
-                "response_format": body.text and body.text.format and body.text.format.as_chat,
-                "logprobs": logprobs,
-                "top_logprobs": body.top_logprobs if logprobs else None,
-            }
-        )
-    except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"][2:]))  # without the number of the message
-        raise ApiError(400, "invalid_value", f"input: {place}: {problem['msg']}; correct it", "input") from None
+    return ChatRequest.model_validate(
+        {
+            **{name: getattr(body, name) for name in shared},
+            "messages": messages,
+            "max_completion_tokens": body.max_output_tokens,
+            "tools": tools or None,
+            "tool_choice": choice
+            if choice is None or isinstance(choice, str)
+            else {"type": "function", "function": {"name": choice.name}},
+            "response_format": body.text and body.text.format and body.text.format.as_chat,
+            "logprobs": logprobs,
+            "top_logprobs": body.top_logprobs if logprobs else None,
+        }
+    )
 
 
-def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
+def _add_item(messages: list[dict[str, Any]], item: Item) -> None:
     """Appends an item of the input to the messages of a chat."""
-    kind = item.get("type", "message")
-    if kind == "message":
-        messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{place}.content")})
-    elif kind == "function_call":
+    if isinstance(item, ResponseMessage):
+        messages.append({"role": item.role, "content": _text(item.content)})
+    elif isinstance(item, ResponseCall):
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        function = {"name": item.name, "arguments": item.arguments}
         calls = messages[-1].setdefault("tool_calls", [])
-        calls.append({"id": item.get("call_id"), "type": "function", "function": function})
-    elif kind == "function_call_output":
-        text = _text(item.get("output"), f"{place}.output")
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        calls.append({"id": item.call_id, "type": "function", "function": function})
     else:
-        what = f"items of the type {kind!r} are not supported; use message, function_call or function_call_output"
-        raise ApiError(400, "unsupported_value", what, f"{place}.type")
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
 
 
-def _text(content: Any, place: str) -> str:
-    """Returns the text of an item: a text, or parts of text."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    if not all(isinstance(p, dict) and p.get("type") in TEXT_PARTS and isinstance(p.get("text"), str) for p in parts):
-        what = f"{place} has a part that is not text; use parts of the type input_text"
-        raise ApiError(400, "unsupported_value", what, place)
-    return "".join(part["text"] for part in parts)
+def _text(content: ItemText) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ResponseReply(Reply):

@@ -178,13 +178,23 @@ class MessageCall(Section):
     function: CalledFunction
 
 
+class TextPart(Section):
+    """A part of a message's text."""
+
+    type: Literal["text"]
+    text: str
+    annotations: list[Any] | None = Field(None, description=NO_EFFECT)
+    cache_control: dict[str, Any] | None = Field(None, description=NO_EFFECT)
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description=NO_EFFECT)
+
+
 class Message(BaseModel):
     """A message of a conversation. Further keys must be keys that the chat template uses, or null."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = Field(None, description="A text, or a list of parts of type text.")
+    content: str | list[TextPart] | None = Field(None, description="A text, or parts of a text.")
     tool_calls: list[MessageCall] | None = Field(None, description="Tools that the assistant called in this message.")
     tool_call_id: str | None = Field(None, description="The call that a message of the role tool answers.")
 
