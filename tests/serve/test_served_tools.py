@@ -147,7 +147,7 @@ MISTAKES = [
         {"response_format": schema_format({"properties": {"a": {"uniqueItems": True}}})},
         400, "invalid_json_schema", "response_format", "/properties/a/uniqueItems",
     ),
-    ({"response_format": {"type": "xml"}}, 400, "invalid_value", "response_format", "json_schema"),
+    ({"response_format": {"type": "xml"}}, 400, "invalid_value", "response_format.type", "json_schema"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "missing_required_parameter",
      "messages.0.tool_calls.0.function", "missing"),
 ]  # fmt: skip

@@ -75,9 +75,8 @@ def find_checkpoint(path: str | Path) -> Path:
     if not found and (folder.is_dir() or (path / "config.yaml").exists()):
         raise UserError("this run has no checkpoint yet; train until the first checkpoint is saved", path)
     if not found:
-        raise UserError(
-            "neither a run directory (no checkpoints/) nor a checkpoint; give a run directory or a checkpoint", path
-        )
+        what = "neither a run directory (no checkpoints/), nor a checkpoint, nor a Hugging Face folder (no config.json)"
+        raise UserError(f"{what}; give one of these", path)
     return found[-1]
 
 

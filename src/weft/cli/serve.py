@@ -7,6 +7,7 @@ import gc
 import ipaddress
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -132,8 +133,11 @@ def _check_sharded(args: argparse.Namespace, settings: Settings) -> None:
 def _serve(args: argparse.Namespace, settings: Settings, load: Loader, world: World | None = None) -> int:
     """Serves until a signal, and returns the exit code. With `world`, all ranks call this; the first rank answers."""
     from weft.serve.app import create_app
+    from weft.serve.load import model_name
+    from weft.serve.served_model import check_names
     from weft.serve.server import Server, open_socket
 
+    check_names([model_name(source) for source in args.sources])  # loading can take minutes
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logs = not args.no_access_log
     logging.getLogger("uvicorn.access").setLevel(logging.INFO if logs else logging.WARNING)
@@ -185,7 +189,8 @@ def _settings(args: argparse.Namespace) -> Settings:
     from weft.errors import UserError
     from weft.serve.services import Settings
 
-    for name in ("max_batch", "max_body", "max_choices", "max_step_tokens", "max_prompt_tokens", "max_new_tokens"):
+    limits = ("batch", "body", "choices", "step_tokens", "prompt_tokens", "new_tokens", "cache_tokens")
+    for name in (f"max_{limit}" for limit in limits):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: set it to at least 1")
@@ -196,10 +201,18 @@ def _settings(args: argparse.Namespace) -> Settings:
         raise UserError(f"--port {args.port}: set it to at most 65535, or to 0 for any free port")
     if not args.request_timeout > 0:
         raise UserError(f"--request-timeout {args.request_timeout}: set it to more than 0")
-    api_keys = (*args.api_key, *filter(None, [os.environ.get("WEFT_API_KEY")]))
-    admin_keys = (*args.admin_key, *filter(None, [os.environ.get("WEFT_ADMIN_KEY")]))
+    for url in args.cors_origin:
+        if not re.fullmatch(r"https?://[^/\s]+", url):
+            raise UserError(f"--cors-origin {url}: write scheme, host and port only, such as https://chat.example.com")
+    for name in args.allow_host:
+        if not re.fullmatch(r"[^:/\s]+|[0-9a-fA-F:]+", name):
+            raise UserError(f"--allow-host {name}: write a name without scheme and port, such as chat.example.com")
     if not all((*args.api_key, *args.admin_key)):
         raise UserError("a key is empty; give a key, or omit the option")
+    api_keys, admin_keys = (
+        (*given, *filter(None, [os.environ.get(name, "").strip()]))
+        for name, given in (("WEFT_API_KEY", args.api_key), ("WEFT_ADMIN_KEY", args.admin_key))
+    )
     if args.adapter_folder is not None and not Path(args.adapter_folder).is_dir():
         raise UserError("--adapter-folder: there is no such folder; create it, or choose another", args.adapter_folder)
     open_here = _is_loopback(args.host) and not api_keys

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint.adapter_start import check_adapter_fits
-from weft.checkpoint.load import resolve
+from weft.checkpoint.load import find_checkpoint, resolve
 from weft.checkpoint.load_model import load_model, load_sharded_model
 from weft.data.conversations.template import ChatTemplate, find_template, has_template, template_folder
 from weft.data.tokenizers.tokenizer import Tokenizer
@@ -61,8 +61,9 @@ class Loader:
         Raises:
             UserError: the model cannot be loaded, an adapter does not fit, or a chat template is invalid.
         """
-        name, path = named_path(source)
-        checkpoint = resolve(path)
+        name, checkpoint = model_name(source), resolve(named_path(source)[1])
+        if name in self.adapters:
+            raise UserError(f"the adapter {name!r} has the name of the model; choose another name")
         tokenizer, stop_ids = tokenizer_of(checkpoint), stop_ids_of(checkpoint)
         for folder in self.adapters.values():
             check_adapter_fits(folder, checkpoint)
@@ -74,12 +75,8 @@ class Loader:
         draft = self._load(Path(self.draft), device, draft=True) if self.draft else None
         options = {**self.engine, "max_step_tokens": step_tokens, "draft": draft}
         engine = Engine(model, tokenizer, stop_ids=stop_ids, **options)
-        served = ServedModel(
-            name or _name_of(checkpoint), engine, chat, max_waiting=self.max_waiting, sharded=self.world is not None
-        )
+        served = ServedModel(name, engine, chat, max_waiting=self.max_waiting, sharded=self.world is not None)
         for name, folder in self.adapters.items():
-            if name == served.name:
-                raise UserError(f"the adapter {name!r} has the name of the model; choose another name")
             engine.add_adapter(name, folder)
             served.adapters[name] = make_adapter(name, folder, tokenizer, console)
         return served
@@ -92,9 +89,28 @@ class Loader:
 
 
 def named_path(source: str) -> tuple[str, str]:
-    """Splits `name=path` into name and path. The name is "" if there is none, or if `source` is a path that exists."""
-    name, _, path = ("", "", source) if Path(source).exists() else source.partition("=")
-    return (name, path) if path else ("", source)
+    """Splits `name=path` into name and path. The name is "" if there is none, or if `source` is a path that exists.
+
+    Raises:
+        UserError: the name or the path is empty.
+    """
+    name, equals, path = ("", "", source) if source and Path(source).exists() else source.partition("=")
+    if not equals:
+        name, path = "", source
+    if not path or (equals and not name):
+        raise UserError(f"the model {source!r} has no {'name' if path else 'path'}; write PATH or NAME=PATH")
+    return name, path
+
+
+def model_name(source: str) -> str:
+    """Returns the name of a model in requests: the given name, or that of the run or of the Hugging Face folder.
+
+    Raises:
+        UserError: `source` has no checkpoint.
+    """
+    name, path = named_path(source)
+    checkpoint = find_checkpoint(path).absolute()
+    return name or (checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint).name
 
 
 def make_adapter(name: str, folder: str, tokenizer: Tokenizer, console: Console) -> ServedAdapter:
@@ -102,12 +118,6 @@ def make_adapter(name: str, folder: str, tokenizer: Tokenizer, console: Console)
     own = template_folder(folder, tokenizer.path)
     chat = None if own == tokenizer.path else _chat_format(tokenizer, own, None, console)
     return ServedAdapter(name, folder, chat)
-
-
-def _name_of(checkpoint: Path) -> str:
-    """Returns the name of a run or of a Hugging Face folder."""
-    checkpoint = checkpoint.absolute()
-    return (checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint).name
 
 
 def _chat_format(tokenizer: Tokenizer, folder: Path, name: str | None, console: Console) -> ChatFormat | None:

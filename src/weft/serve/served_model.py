@@ -197,9 +197,7 @@ class ServedModels:
 
     def __init__(self, models: Sequence[ServedModel]):
         self._models = list(models)
-        names = [model.name for model in models]
-        if double := {name for name in names if names.count(name) > 1}:
-            raise UserError(f"two models are named {min(double)!r}; give other names as NAME=PATH")
+        check_names([model.name for model in models])
 
     def __iter__(self):
         return iter(self._models)
@@ -223,3 +221,9 @@ class ServedModels:
     def names(self) -> list[str]:
         """Names of the models and adapters."""
         return [name for model in self._models for name in (model.name, *model.adapters)]
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises UserError if two models have the same name."""
+    if double := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"two models are named {min(double)!r}; give other names as NAME=PATH")
