@@ -84,8 +84,12 @@ def test_a_resumed_run_makes_the_same_updates(folder):
     assert_same_weights(folder / "resumed", folder / "straight")
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(folder, capsys):
+def test_a_teacher_of_another_vocabulary_or_a_shorter_window_is_refused(folder, capsys):
     objective = {"type": "distill", "teacher": str(folder / "teacher")}
+    longer = (f"data.sequence_length={2 * LENGTH}", f"model.max_position_embeddings={2 * LENGTH}")
+    assert train(write(folder, "longer", objective=objective), *longer) == 2
+    said = capsys.readouterr().err
+    assert f"objective.teacher: {folder / 'teacher'} has 32 positions, but the run's sequences have 64 tokens" in said
     assert train(write(folder, "refused", objective=objective, vocabulary=40)) == 2
     said = capsys.readouterr().err
     assert "objective.teacher: " in said

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,33 @@ def test_a_resumed_run_is_the_same_to_the_bit(write, prefs, adapter):
     assert_same_weights(straight, broken)
 
 
+@pytest.mark.parametrize("kind", ["built-in", "hf"])
+def test_dropout_of_the_checkpoint_is_off_and_that_of_the_file_is_on(write, prefs, tiny_tokenizer, capsys, kind):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 512, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 128}  # GPT-2's dropouts: 0.1
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(prefs / "gpt2")
+    for file in tiny_tokenizer.iterdir():
+        shutil.copy(file, prefs / "gpt2")
+    model = {"from": str(prefs / "gpt2")}
+    if kind == "hf":
+        model = {"from": None, "type": "hf", "path": str(prefs / "gpt2")}
+    file = write("off", {"type": "dpo"}, model, steps=1)
+    assert train(file) == 0
+    assert losses(prefs / "runs" / "off")[0][1] == pytest.approx(math.log(2), abs=1e-6)
+    said = capsys.readouterr().err
+    assert "dropout is off for the objective dpo (" in said
+    assert "0.1 in" in said
+    asked = {"config": {"resid_pdrop": 0.2}} if kind == "hf" else {"hidden_dropout": 0.2}
+    assert train(write("on", {"type": "dpo"}, model | asked, steps=1)) == 0
+    assert losses(prefs / "runs" / "on")[0][1] != pytest.approx(math.log(2), abs=1e-4)
+    # Fine-tuning and pretraining keep what the checkpoint has.
+    kept = RunConfig.load(
+        file, ["objective.type=pretrain", "data.train=null", "data.validation=null", "data.chat_template=null"]
+    ).model
+    assert (kept.config["resid_pdrop"] if kind == "hf" else kept.hidden_dropout) == 0.1
+
+
 def test_a_cached_reference_gives_the_same_losses(write, prefs):
     for name in ("live", "cached"):
         objective = {"type": "dpo", "loss": "ipo", "cache_reference": name == "cached"}
@@ -122,7 +150,7 @@ def test_the_reference_of_a_trained_adapter_is_that_adapter(write, prefs):
     assert abs(0.1 * from_base.preferences[0].margin - last) > 0.02
 
 
-def test_a_reward_model_scores_the_last_token(write, prefs, tmp_path):
+def test_a_reward_model_scores_the_last_token_and_is_no_reference(write, prefs, tmp_path, capsys):
     """As Transformers does, which reads the exported model."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -142,6 +170,12 @@ def test_a_reward_model_scores_the_last_token(write, prefs, tmp_path):
     found = weft.evaluate(prefs / "runs" / "reward").preferences[0]
     assert found.margin == pytest.approx(sum(margins) / len(margins), abs=1e-5)
     assert found.accuracy == sum(one > 0 for one in margins) / len(margins)
+
+    reward = prefs / "runs" / "reward"
+    assert train(write("refused", {"type": "dpo", "reference": str(reward)})) == 2
+    said = capsys.readouterr().err
+    assert f"objective.reference: {reward} is a reward model" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("recipe", ["dpo", "simpo", "orpo", "kto", "reward"])

@@ -61,6 +61,7 @@ def test_a_wrong_reward_names_its_function_and_the_completion(name, parts):
     with pytest.raises(UserError) as raised:
         Rewards({f"rollout_rewards:{name}": 1.0}, 0.2, ["number"])(ARGUMENTS, PLACES)
     message = str(raised.value)
+    assert len(message) < 400
     assert re.match(r"\S*rollout_rewards\.py:\d+: reward ", message)
     assert all(part in message for part in (f"rollout_rewards:{name}", *parts)), message
     assert "\n" not in message
@@ -203,6 +204,7 @@ def test_a_record_without_a_prompt_is_refused(record, part, run_yaml, capsys, tm
     [
         ({"objective": {"reward": None}}, "objective.reward", "required"),
         ({"objective": {"reward": "letters"}}, "objective.reward", "module:function"),
+        ({"objective": {"reward": ["rollout_rewards:each"] * 2}}, "objective.reward", "rollout_rewards:each: 2.0}"),
         ({"objective": {"max_new_tokens": 32}}, "objective.max_new_tokens", "no room"),
         ({"objective": {"updates_per_rollout": 3, "minibatches": 2}}, "objective.updates_per_rollout", "multiple"),
         ({"objective": {"minibatches": 3, "updates_per_rollout": 3}}, "objective.minibatches", "divide"),
@@ -220,6 +222,15 @@ def test_settings_without_effect_are_refused(sections, key, part, run_yaml):
         RunConfig.load(run_yaml(**settings(**sections)))
     found = {problem.key: problem.what for problem in raised.value.problems}
     assert part in found[key]
+
+
+def test_a_token_store_and_a_wrong_weight_are_one_mistake_each(run_yaml, tiny_store):
+    with pytest.raises(ConfigError) as raised:
+        RunConfig.load(run_yaml(**settings(data={"train": str(tiny_store)})))
+    assert [problem.key for problem in raised.value.problems] == ["data.train"]
+    with pytest.raises(ConfigError) as raised:
+        RunConfig.load(run_yaml(**settings({"reward": {"rollout_rewards:letters": "two"}})))
+    assert [problem.key for problem in raised.value.problems] == ["objective.reward.rollout_rewards:letters"]
 
 
 @pytest.mark.parametrize("data", [{"train": "missing.jsonl"}, {"validation": "missing.jsonl"}])

@@ -9,6 +9,7 @@ from weft.config.data_rules import check_shares, data_section, run_steps, sequen
 from weft.config.draft import Draft
 from weft.config.objective_data import mismatch, objective_data, would_split
 from weft.config.raw_rules import check_raw, fill_packing, fill_tokenizer
+from weft.config.rollout_rules import generates
 from weft.config.tree import wrong_folder_hint
 from weft.errors import UserError
 from weft.formatting import counted
@@ -52,7 +53,8 @@ def check_headers(draft: Draft) -> int | None:
             draft.report(key, f"{what}; shorten data.sequence_length or pack more text")
     _check_tokenizers(draft, tokenizer, train, held_out)
     _check_unknown_tokenizers(draft, [*train, *held_out])
-    _check_objective_data(draft, [*train, *held_out])
+    if not generates(draft):
+        _check_objective_data(draft, [*train, *held_out])
     _check_vocabulary(draft, tokenizer, train)
     _check_ids(draft, [*train, *held_out])
     # The sizes of custom datasets and of raw data are known when the run starts.

@@ -117,6 +117,9 @@ def _from_folder(model: Node) -> Node:
     except UserError as error:
         raise _error(path, "model.path", wrong_folder_hint(path, path.value) or str(error)) from None
     content = to_tree(config, path, f"{path.value}/config.json")
+    content = Node(
+        {**content.value, **(given.value if given is not None else {})}, path.file, path.line, None, content.origin
+    )
     return Node({**model.value, "config": content}, model.file, model.line)
 
 

@@ -20,10 +20,12 @@ class ObjectiveData:
     Attributes:
         kind: "preferences" if it learns from pairs of a chosen and a rejected answer, else "text".
         fields: names of its fields with one number per document (`Field(per_document=True)`).
+        inherits_dropout: whether the dropout of the model in `model.from` stays on.
     """
 
     kind: str = "text"
     fields: tuple[str, ...] = ()
+    inherits_dropout: bool = True
 
     @property
     def whole(self) -> bool:
@@ -34,8 +36,9 @@ class ObjectiveData:
 def objective_data(type_: str, argument: Callable[[str], Any] = lambda name: None) -> ObjectiveData:
     """Returns what the objective named `type_` declares with its attributes `data` and `fields`.
 
-    Reads the source of the class and does not import it. Returns the defaults for an unknown class, and for values that
-    are no literals. `fields` can depend on an argument: `{...} if margin else {...}`.
+    Reads the source of the class and does not import it. `inherits_dropout` is an attribute, too. Returns the defaults
+    for an unknown class, and for values that are no literals. `fields` can depend on an argument: `{...} if margin else
+    {...}`.
 
     Args:
         argument: returns the value of an argument of the objective in the run file; None if the argument is not set.
@@ -57,7 +60,8 @@ def objective_data(type_: str, argument: Callable[[str], Any] = lambda name: Non
         per_document = any(one.arg == "per_document" and getattr(one.value, "value", None) is True for one in keywords)
         if per_document and isinstance(key, ast.Constant):
             names.append(str(key.value))
-    return ObjectiveData(str(kind.value) if isinstance(kind, ast.Constant) else "text", tuple(names))
+    dropout = getattr(assigned_value(source, "inherits_dropout"), "value", True) is not False
+    return ObjectiveData(str(kind.value) if isinstance(kind, ast.Constant) else "text", tuple(names), dropout)
 
 
 def mismatch(objective: str, needs: ObjectiveData, kind: str, fields: Collection[str]) -> str | None:

@@ -78,13 +78,17 @@ def _can_be_prompts(given: object) -> bool:
 
 def _check_functions(draft: Draft) -> None:
     reward, tools = draft.get("objective.reward"), draft.get("objective.tools") or []
-    if not reward:
+    stated = draft.tree.get("objective", "reward")
+    if not reward and (stated is None or stated.plain() in (None, "", [], {})):  # other values are reported already
         draft.report(
             "objective.reward",
             "required: a function that returns rewards, as module:function, or the path of a reward model; add it",
         )
-    rewards = [reward] if isinstance(reward, str) else list(reward or ())
-    for name in rewards:
+    rewards: list[str] = [reward] if isinstance(reward, str) else list(reward or ())
+    for name in dict.fromkeys(rewards):
+        if rewards.count(name) > 1:
+            what = f"{name!r} is listed {rewards.count(name)} times, but counts once; remove it, or give weights"
+            draft.report("objective.reward", f"{what}, such as {{{name}: {rewards.count(name)}.0}}")
         if not FUNCTION.fullmatch(str(name)):
             found = newest_checkpoint(Path(str(name)))
             if isinstance(found, str):

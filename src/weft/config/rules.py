@@ -15,6 +15,7 @@ from weft.config.custom_components import check_components
 from weft.config.data_rules import check_data_section, check_warm_up, data_section, run_steps, sequences_per_step
 from weft.config.draft import Draft
 from weft.config.header_rules import check_headers
+from weft.config.inherited_dropout import turn_off_inherited_dropout
 from weft.config.legal_mesh import SIZES, reasons_against
 from weft.config.mesh import ParallelSection
 from weft.config.model_rules import known_model, model_mistakes
@@ -51,6 +52,7 @@ def apply_rules(draft: Draft, *, check_data: bool) -> list[Problem]:
     _check_name(draft)
     check_data_section(draft)
     check_rollouts(draft)
+    turn_off_inherited_dropout(draft)
     samples = check_headers(draft) if check_data else None
     steps = run_steps(draft, samples)
     if steps is not None and steps > MOST_STEPS:

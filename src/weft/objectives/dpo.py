@@ -22,10 +22,10 @@ class DPO(Objective):
     chosen answer minus that of the rejected answer (see `loss`). The loss of a step is the mean over the pairs of the
     global batch.
 
-    The reference runs without dropout. The model's own forward has dropout only if `model` or `adapter` sets a dropout
-    probability; leave them 0, so that the log-ratios are those of the model that is saved. Metrics: the mean `margin`
-    between the rewards beta log(p / p_ref) of both answers, `accuracy` (fraction of pairs with a positive margin), both
-    rewards, and both log-probabilities.
+    The reference runs without dropout. The model's own forward has dropout only if `model` or `adapter` in the run file
+    sets a dropout probability, not if the checkpoint in `model.from` has one; leave them 0, so that the log-ratios are
+    those of the model that is saved. Metrics: the mean `margin` between the rewards beta log(p / p_ref) of both
+    answers, `accuracy` (fraction of pairs with a positive margin), both rewards, and both log-probabilities.
 
     Args:
         beta: strength of the constraint to stay near the reference, such as 0.1.
@@ -45,6 +45,7 @@ class DPO(Objective):
     """
 
     data = "preferences"
+    inherits_dropout = False
     scalars = PAIR_SCALARS
 
     def __init__(

@@ -85,6 +85,7 @@ class GRPO(Objective):
             appended as a message, which is not learned, and the model writes another message.
     """
 
+    inherits_dropout = False
     weigh_documents = True  # the weights of an answer's tokens add up to 1
 
     def __init__(

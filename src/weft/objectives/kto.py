@@ -45,6 +45,7 @@ class KTO(Objective):
             reference is not in memory during training.
     """
 
+    inherits_dropout = False
     scalars = ("kl", "accuracy", "reward_chosen", "reward_rejected", "logprob_chosen", "logprob_rejected")
 
     def __init__(

@@ -36,6 +36,7 @@ class ORPO(Objective):
     """
 
     data = "preferences"
+    inherits_dropout = False
     scalars = (*PAIR_SCALARS, "nll")
 
     def __init__(self, *, beta: Annotated[float, Gt(0)] = 0.1):

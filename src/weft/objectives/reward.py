@@ -32,6 +32,7 @@ class Reward(Objective):
     """
 
     data = "preferences"
+    inherits_dropout = False
     scalars = PAIR_SCALARS[:4]
     last_tokens = True
 

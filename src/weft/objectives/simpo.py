@@ -28,6 +28,7 @@ class SimPO(Objective):
     """
 
     data = "preferences"
+    inherits_dropout = False
     scalars = PAIR_SCALARS
 
     def __init__(self, *, beta: Annotated[float, Gt(0)] = 2.0, gamma: Annotated[float, Ge(0)] = 1.0):

@@ -42,6 +42,8 @@ class Objective:
     - `fields`: name -> `weft.objectives.Field`: fields of samples in addition to tokens, passed in `batch.extra`.
     - `data`: "preferences" if the objective learns from token stores of preference pairs; default "text". A pair is two
       adjacent documents of a sequence: see `Batch.by_item`.
+    - `inherits_dropout`: False turns off the dropout of the model in `model.from`; the dropout that the run file sets
+      stays on. Default True.
     - `last_tokens`: True if documents of token stores have their last token as an input, too. It has no label, so by
       default it is not among the inputs.
     - `sequences_per_sample`: number of sequences per sample, such as 2 for pairs; default 1.

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from weft.checkpoint.adapter_record import read_adapter_record
-from weft.checkpoint.base_model import AnyModelSection, load_base, source_digest
+from weft.checkpoint.base_model import load_base, source_digest
 from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
-from weft.checkpoint.load import architecture, find_checkpoint, load, resolve, tokenizer_folder
+from weft.checkpoint.load import architecture, find_checkpoint, load, resolve
 from weft.checkpoint.model_parts import without_prediction_layers
-from weft.config.adapter import AdapterSection
 from weft.config.legal_mesh import check_mesh
 from weft.config.mesh import MeshShape
 from weft.config.model import ModelSection
@@ -23,7 +22,6 @@ from weft.config.run import RunConfig
 from weft.config.transformers_model import TransformersModelSection, folder_config
 from weft.errors import ConfigError, UserError
 from weft.families.config_json import is_huggingface
-from weft.headers import read_token_ids, read_tokenizer_header
 from weft.models.adapter import saved_with_adapter
 from weft.parallel.adapter import subtract_initial_product
 from weft.parallel.apply import build_sharded_model
@@ -34,30 +32,11 @@ from weft.parallel.objective import Objective
 from weft.parallel.passes import FrozenModel
 from weft.parallel.ranks import error_on_all_ranks
 from weft.parallel.world import World
+from weft.train.frozen_fit import Source, check_fit
 from weft.train.job import Job
 
 START = "start"
 PREFIX = "frozen/start/"  # of the names of the adapter's starting values in checkpoints
-
-
-@dataclass(frozen=True)
-class Source:
-    """The source of a frozen model.
-
-    Attributes:
-        key: where the source is set, for messages: a config key if one is known, such as `objective.teacher`.
-        section: the `model` section of the frozen model.
-        path: the run, checkpoint or Hugging Face folder with the weights; None: initial weights, drawn from the run's
-            seed.
-        start: whether the source is "start".
-        adapter: the section `adapter` of the checkpoint, if it has one.
-    """
-
-    key: str
-    section: AnyModelSection
-    path: Path | None
-    start: bool
-    adapter: AdapterSection | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +93,7 @@ def check_sources(config: RunConfig, objective: Objective) -> dict[str, Source]:
     """Returns the sources of the objective's frozen models by name. Loads no weights.
 
     Raises:
-        UserError: `frozen_models` is invalid, a source has no model, or its vocabulary differs from the run's.
+        UserError: `frozen_models` is invalid, a source has no model, or does not fit the run (`check_fit`).
     """
     declared = getattr(objective, "frozen_models", None) or {}
     if not isinstance(declared, Mapping) or not all(isinstance(one, str) for one in (*declared, *declared.values())):
@@ -123,7 +102,7 @@ def check_sources(config: RunConfig, objective: Objective) -> dict[str, Source]:
     found = {name: _find_source(config, name, given) for name, given in declared.items()}
     for source in found.values():
         if not source.start:
-            check_vocabulary(config, source)
+            check_fit(config, source)
     return found
 
 
@@ -146,35 +125,6 @@ def _find_source(config: RunConfig, name: str, given: str) -> Source:
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
     return Source(key, section, Path(given), False, None if record is None else record.section)
-
-
-def check_vocabulary(config: RunConfig, source: Source) -> None:
-    """Checks that a frozen model has the vocabulary of the run.
-
-    Compares the tokenizers, if both are known, and otherwise the numbers of token ids.
-
-    Raises:
-        UserError: the vocabularies differ.
-    """
-    assert source.path is not None
-    folder = tokenizer_folder(find_checkpoint(source.path))
-    if folder is not None and config.tokenizer is not None:
-        if read_tokenizer_header(folder).digest == read_tokenizer_header(config.tokenizer).digest:
-            return
-        own, other = read_token_ids(config.tokenizer), read_token_ids(folder)
-        if wrong := sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token)):
-            ids = [f"{ids[wrong[0]]}" if wrong[0] in ids else "missing" for ids in (own, other)]
-            raise UserError(
-                f"{source.key}: {source.path} has another tokenizer than the run ({config.tokenizer}): the id of "
-                f"{wrong[0]!r} is {ids[1]}, not {ids[0]}; give a model with the run's tokenizer"
-            )
-        return
-    sizes = [getattr(section, "vocab_size", None) for section in (source.section, config.model)]
-    if None not in sizes and sizes[0] != sizes[1]:
-        raise UserError(
-            f"{source.key}: {source.path} has a vocabulary of {sizes[0]} ids, but the run's model has {sizes[1]} "
-            "(model.vocab_size); give a model with the run's tokenizer"
-        )
 
 
 def open_frozen(job: Job, objective: Objective, model: nn.Module) -> FrozenModels:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import weft
+from weft.config.inherited_dropout import inherited_dropout_notices
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.config.transformers_model import TransformersModelSection, notices
@@ -77,6 +78,8 @@ def check_run(job: Job, *, verify: bool) -> None:
     Args:
         verify: whether every byte of the stores is read.
     """
+    for note in inherited_dropout_notices(job.config.origins):
+        job.console.line(note)
     check_stores(job, complete=verify)
     check_decoder(job)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -178,5 +179,5 @@ def check_values(function: UserFunction, values: Any, places: Sequence[str]) -> 
     for value, place in zip(values, places, strict=True):
         value = value.item() if hasattr(value, "item") else value
         if not isinstance(value, Real) or not is_float(value):
-            raise function.error(f"returned {value!r} for {place}; return a finite number")
+            raise function.error(f"returned {reprlib.repr(value)} for {place}; return a finite number")
     return [float(value) for value in values]
