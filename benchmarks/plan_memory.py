@@ -102,7 +102,7 @@ def main() -> None:
             planned = memory_of(config, RANKS, cpu=True)
             number = max(range(len(planned)), key=lambda at: planned[at].total)
             try:
-                measured = simulate_rank(config, RANKS, number * RANKS // len(planned)).peak
+                measured = simulate_rank(config, RANKS, number * RANKS // len(planned)).memory.total
             except UserError as error:
                 failed.append(f"- not simulated: {described(content)}: {error}")
                 print(failed[-1], flush=True)

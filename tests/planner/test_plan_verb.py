@@ -176,3 +176,32 @@ def test_the_largest_sequence_fits_and_is_longer(weft):
     assert code == 0
     assert json.loads(out)["largest_sequence"] > 1024
     assert "largest model" in weft(*PLAN, "--largest", "model", "--limit", "1")[1]
+
+
+SMALL = (
+    "model={hidden_size: 256, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 1000, mlp: gated, intermediate_size: 512}",
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_simulated_memory_stands_beside_the_formulas(weft):
+    words = (*PLAN, *SMALL, "parallel={pp: 2}", "--keep-mesh", "--simulate")
+    code, out, err = weft(*words, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)["simulated"]
+    # Each pipeline rank has 2 data ranks, one layer, and half of the embedding or of the head.
+    layer, ends = 4 * 256**2 + 3 * 256 * 512 + 2 * 256, 1000 * 256
+    assert found[0]["rank"] == 0
+    for one in found:
+        for name in ("simulated", "formula"):
+            assert one[name]["parameters"] == pytest.approx(4 * (layer + ends) / 2, rel=1e-2)
+            assert one[f"{name}_bytes"] == pytest.approx(sum(one[name].values()), abs=10)
+        assert one["simulated"]["optimizer"] == pytest.approx(2 * one["simulated"]["parameters"], rel=1e-2)
+        assert one["simulated"]["activations"] > 0
+    code, out, _ = weft(*words)
+    assert code == 0
+    assert "rank 0, two steps of the code without memory" in out
+    code, out, err = weft(*words, "parallel.offload=optimizer")
+    assert code == 2
+    assert "parallel.offload: optimizer" in err
+    assert "Traceback" not in err

@@ -45,9 +45,9 @@ def test_the_formulas_say_what_the_real_code_needs(run, mesh):
     config = run(mesh)
     (found,), (planned,) = simulate(config, 8), memory_of(config, 8, cpu=True)
     share = 8 // mesh.get("dp_replicate", 1)
-    assert found.parameters == pytest.approx(4 * PARAMETERS / share, rel=1e-3)
-    assert found.optimizer == pytest.approx(2 * found.parameters, rel=1e-3)
-    assert planned.total == pytest.approx(found.peak, rel=0.05)
+    assert found.memory.parameters == pytest.approx(4 * PARAMETERS / share, rel=1e-3)
+    assert found.memory.optimizer == pytest.approx(2 * found.memory.parameters, rel=1e-3)
+    assert planned.total == pytest.approx(found.memory.total, rel=0.05)
 
 
 def test_the_first_rank_of_a_pipeline_and_the_one_that_needs_most_are_simulated(run):
@@ -55,16 +55,16 @@ def test_the_first_rank_of_a_pipeline_and_the_one_that_needs_most_are_simulated(
     planned = memory_of(config, 8, cpu=True)
     found = simulate(config, 8)
     assert [one.rank for one in found] == [0, 4]
-    assert found[1].peak > found[0].peak
-    assert sum(one.parameters for one in found) * 4 == pytest.approx(4 * PARAMETERS, rel=1e-3)
+    assert found[1].memory.total > found[0].memory.total
+    assert sum(one.memory.parameters for one in found) * 4 == pytest.approx(4 * PARAMETERS, rel=1e-3)
     for one in found:
-        assert planned[one.rank // 4].total == pytest.approx(one.peak, rel=0.05)
+        assert planned[one.rank // 4].total == pytest.approx(one.memory.total, rel=0.05)
 
 
 def test_recomputation_needs_less(run):
     plain, full = (simulate_rank(run({}, f"training.activation_checkpointing={mode}"), 8) for mode in ("none", "full"))
-    assert full.peak < plain.peak
-    assert full.parameters == plain.parameters
+    assert full.memory.total < plain.memory.total
+    assert full.memory.parameters == plain.memory.parameters
 
 
 def test_what_it_cannot_simulate_is_refused(run):

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from weft.observe.console import Console
     from weft.planner.hardware import Hardware
     from weft.planner.plan import Plans
+    from weft.planner.simulate_plan import Compared
     from weft.train.micro_batch import Tried
 
 HELP = "find the fastest mesh, micro-batch and recomputation of a run that fit a number of devices"
@@ -59,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="make a few real steps of each of the best N plans, with a local process for each device, and print their "
         "measured beside their predicted times; the data must exist",
     )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="also run two steps of the code on tensors without memory, for rank 0 and the pipeline rank that needs "
+        "most memory with the best plan, and print their memory by part beside the formulas'",
+    )
     parser.add_argument("--price", type=float, metavar="P", help="price of one device for an hour, in any currency")
 
 
@@ -71,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from weft.observe.console import Console
     from weft.planner.hardware import load_hardware
     from weft.planner.plan_text import plans_text, write_plan
+    from weft.planner.simulate_plan import simulated_text
 
     if args.budget is not None:
         return print_budget(args)
@@ -97,8 +105,10 @@ def run(args: argparse.Namespace) -> int:
     if args.apply is not None:
         write_plan(plans.best[0], args.file, Path(args.apply))
     largest = find_largest(args, plans, hardware) if args.largest is not None else {}
+    simulated = simulate(args, plans)
     if args.json:
         about = {"file": args.file, "devices": args.devices, "hardware": args.hardware} | largest
+        about |= {"simulated": [one.as_dict() for one in simulated]} if args.simulate else {}
         found = plans.as_dict()
         for plan, tried in zip(found["plans"], measured, strict=False):
             plan |= {"measured_seconds": tried and tried.seconds, "measured_bytes": tried and tried.peak_bytes}
@@ -108,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if plans.considered:
         title += f"; {plans.considered:,} plans considered, {plans.predicted:,} predicted"
     print(plans_text(plans, title, hardware))
+    print(simulated_text(simulated), end="")
     for number, (plan, tried) in enumerate(zip(plans.best, measured, strict=False), start=1):
         predicted = plan.prediction.step_seconds
         result = "out of memory" if tried is None else f"{tried.seconds:.3g} s ({predicted / tried.seconds - 1:+.0%})"
@@ -165,6 +176,17 @@ def try_plans(plans: Plans, count: int, console: Console) -> list[Tried | None]:
         console.line(f"trying plan {number}")
         found.append(try_config(plan.config, plan.devices))
     return found
+
+
+def simulate(args: argparse.Namespace, plans: Plans) -> list[Compared]:
+    """Returns the simulated memory of ranks of the best plan, with `--simulate`.
+
+    Raises:
+        UserError: the run cannot be simulated.
+    """
+    from weft.planner.simulate_plan import simulate_plan
+
+    return simulate_plan(plans.best[0]) if args.simulate else []
 
 
 def load(args: argparse.Namespace, console) -> RunConfig:

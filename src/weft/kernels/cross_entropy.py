@@ -104,7 +104,9 @@ class _Logprobs(torch.autograd.Function):
         normalizers = all_normalizers.view(-1)
         blocks = list(slices(len(hidden), KEPT_ELEMENTS // len(weight)))
         normalize = _compiled(_normalize) if compiled else _normalize
+        logits = None
         for block in blocks:
+            del logits  # else those of two blocks would need memory
             logits = F.linear(hidden[block], weight)
             for rows in _chunks(logits, compiled):
                 chunk = normalize(logits[rows], labels[block][rows], softcap)
@@ -159,6 +161,7 @@ def head_gradients(hidden, weight, kept, overwrite, needed):
         if len(blocks) > 1:  # accumulated in the wider dtype
             product = product.to(torch.promote_types(product.dtype, torch.float32))
         weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)
+        del logits, product  # the next block would need memory beside them
     return hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype)
 
 

@@ -26,6 +26,7 @@ STATES = {"adamw": 2, "muon": 1}  # tensors per parameter; a custom optimizer co
 # and frees; and the bytes of a GPU's context, libraries' workspaces and NCCL's buffers.
 FRAGMENTATION = 0.08
 DEVICE_BYTES = 1 << 30
+CHUNKED_LOGITS = 1 << 20  # logits that a CPU upcasts at a time (weft.kernels.cross_entropy)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,13 @@ class _Piece:
 
 
 def memory_of(
-    config: RunConfig, devices: int, *, dtype: str | None = None, cpu: bool = False, only: int | None = None
+    config: RunConfig,
+    devices: int,
+    *,
+    dtype: str | None = None,
+    cpu: bool = False,
+    only: int | None = None,
+    chunks: bool | None = None,
 ) -> list[Memory]:
     """Returns the memory of one rank of each rank of the pipeline, in their order.
 
@@ -71,11 +78,12 @@ def memory_of(
         dtype: dtype of the computation. Default: `training.dtype`, with "bfloat16" for "auto".
         cpu: whether kernels are those of a CPU. Then nothing is added for a GPU's context and fragmentation.
         only: the only pipeline rank whose memory is computed. Default: all.
+        chunks: whether the loss computes a few logits at a time, as on a CPU. Default: `cpu`.
 
     Raises:
         UserError: the model is not the built-in decoder, its vocabulary is unknown, or the mesh is not possible.
     """
-    ranks = _Ranks(config, devices, dtype, cpu=cpu)
+    ranks = _Ranks(config, devices, dtype, cpu=cpu, chunks=cpu if chunks is None else chunks)
     return [ranks.peak(number) for number in (range(ranks.mesh.pp) if only is None else [only])]
 
 
@@ -114,13 +122,14 @@ def in_flight(schedule: Schedule, rank: int, ranks: int, virtual: int, count: in
 class _Ranks:
     """The ranks of a run: what one of them keeps at each moment of a step."""
 
-    def __init__(self, config: RunConfig, devices: int, dtype: str | None, *, cpu: bool):
+    def __init__(self, config: RunConfig, devices: int, dtype: str | None, *, cpu: bool, chunks: bool):
         model, training, self.parallel = config.model, config.training, config.parallel
         if not isinstance(model, ModelSection):
             raise UserError(f"model.type: {model.type}, but plans are for the built-in decoder; set type: decoder")
         if model.vocab_size is None:
             raise UserError("model.vocab_size: not known without a tokenizer; set it for the plan")
         self.model, self.cpu, self.mesh = model, cpu, mesh_shape(config.parallel, devices)
+        self.chunk = CHUNKED_LOGITS if chunks and not training.compile else KEPT_LOGITS
         self.single = devices == 1 and self.parallel.offload != "parameters"
         chosen = dtype or (training.dtype if training.dtype != "auto" else "bfloat16")
         state = "float64" if chosen == "float64" else "float32"
@@ -232,10 +241,10 @@ class _Ranks:
         saved, sharded, before, root_grads = self._kept(stage), 0.0, 0.0, 0.0
         gathered = (root + (sum(sizes) if stays else sizes[-1])) * self.copies
         if stage == len(self.stages) - 1:
-            logits, head_grads = self._head()
-            yield Memory(gradients=waiting, activations=saved, logits=logits, gathered=gathered)
+            for logits, grads in self._head():
+                yield Memory(0, waiting + grads, 0, saved, logits, gathered)
             saved -= self.residual * self.cpu + self.shares.tokens * self.model.hidden_size * self.width
-            root_grads = 0.0 if sums else head_grads
+            root_grads = 0.0 if sums else self.rows * self.model.hidden_size * self.width
         for number in reversed(range(len(groups))):
             group, size = groups[number], sizes[number]
             ahead = sum(sizes[max(0, number - max(1, self.parallel.prefetch)) : number])
@@ -258,12 +267,13 @@ class _Ranks:
         unsharded = root * (self.reduced if sums else self.width)
         yield Memory(0, sharded + unsharded + root_local * self.state * on_device, 0, 0, 0, stayed, root * reduced)
 
-    def _head(self) -> tuple[float, float]:
-        """Returns the bytes of logits with what their backward needs, and of the head's gradient."""
-        tokens, hidden, wide = self.shares.tokens, self.model.hidden_size, 4 if self.width < 8 else 8
+    def _head(self) -> Iterator[tuple[float, float]]:
+        """Yields moments of the head's backward pass: bytes of logits, and of gradients of its weights."""
+        tokens, hidden, wide = self.shares.tokens, self.model.hidden_size, max(4, self.width)
         weight, found = self.rows * hidden, tokens * hidden * self.width
-        if tokens * self.rows <= KEPT_LOGITS:
-            heads = 1 + self.model.num_nextn_predict_layers
-            return tokens * self.rows * (self.width * heads + 2 * wide) + found, weight * self.width
-        block = KEPT_LOGITS // self.rows * self.rows
-        return block * (self.width + 2 * wide) + found + weight * wide, weight * self.width
+        casts = (1 if wide == self.width else 2) + (3 if self.model.logit_softcap else 0)
+        kept = tokens * self.rows <= KEPT_LOGITS
+        block = (tokens if kept else max(1, KEPT_LOGITS // self.rows)) * self.rows
+        logits = block * self.width * (1 + kept * self.model.num_nextn_predict_layers) + found
+        yield logits + min(block, self.chunk) * wide * casts, 0.0 if kept else weight * wide
+        yield logits, weight * (self.width if kept else 2 * wide + (wide > self.width) * self.width)

@@ -177,6 +177,11 @@ def part_name(name: str) -> str:
 OWN_PARTS = ("compute", "recompute", "bubble", "optimizer", "input", "stragglers")
 
 
+def plan_dtype(plan: Plan) -> str:
+    """Returns the dtype in which a plan computes, on the device of its hardware file."""
+    return compute_dtype(plan.config.training.dtype, plan.hardware)
+
+
 def memory_on(config: RunConfig, devices: int, hardware: Hardware, *, only: int | None = None) -> list[Memory]:
     """Returns the memory of a rank of each pipeline rank (see `memory_of`) on a device of a hardware file."""
     dtype = compute_dtype(config.training.dtype, hardware)

@@ -5,7 +5,6 @@ The tensors are those of a CPU, so compare with `memory_of(..., cpu=True)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from unittest import mock
 
@@ -18,7 +17,7 @@ from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.data.batches.batch import Batch
 from weft.errors import UserError
-from weft.kernels.cross_entropy import CHUNK_ELEMENTS
+from weft.kernels.cross_entropy import CHUNK_ELEMENTS, KEPT_ELEMENTS
 from weft.models.roles import parameter_roles
 from weft.optim.parameter_groups import parameter_groups
 from weft.parallel.apply import assemble
@@ -29,9 +28,11 @@ from weft.parallel.model_state import model_plan
 from weft.parallel.passes import Passes
 from weft.parallel.structure import FakeWorld
 from weft.parallel.world import meshes
-from weft.planner.memory import memory_of
+from weft.planner.memory import Memory, memory_of
 from weft.planner.torch_private import MemoryCounter, Received, answering, without_values
 from weft.torch_private import fake_ranks
+
+MICRO_BATCHES = 3  # the first, one between, and the last; without a pipeline, others repeat the second
 
 
 @dataclass(frozen=True)
@@ -40,29 +41,25 @@ class SimulatedMemory:
 
     Attributes:
         rank: the rank.
-        parameters: its parameters.
-        optimizer: its optimizer's state.
-        peak: all tensors at their peak, with parameters and optimizer.
+        memory: its bytes at the peak, by part.
     """
 
     rank: int
-    parameters: int
-    optimizer: int
-    peak: int
+    memory: Memory
 
 
-def simulate(config: RunConfig, devices: int) -> list[SimulatedMemory]:
+def simulate(config: RunConfig, devices: int, *, chunks: bool = True) -> list[SimulatedMemory]:
     """Simulates rank 0 and, of a pipeline, the first rank of the stages that need most by `memory_of`.
 
-    The process must have no process group. Conditions and errors are those of `simulate_rank`.
+    The process must have no process group. Arguments, conditions and errors are those of `simulate_rank`.
     """
-    planned = memory_of(config, devices, cpu=True)
+    planned = memory_of(config, devices, cpu=True, chunks=chunks)
     worst = max(range(len(planned)), key=lambda number: planned[number].total)
     ranks = sorted({0, worst * devices // len(planned)})
-    return [simulate_rank(config, devices, rank) for rank in ranks]
+    return [simulate_rank(config, devices, rank, chunks=chunks) for rank in ranks]
 
 
-def simulate_rank(config: RunConfig, devices: int, rank: int = 0) -> SimulatedMemory:
+def simulate_rank(config: RunConfig, devices: int, rank: int = 0, *, chunks: bool = True) -> SimulatedMemory:
     """Builds the model of a rank, and runs two steps: the first one makes the optimizer's state.
 
     Each rank of experts receives the same number of tokens.
@@ -72,6 +69,7 @@ def simulate_rank(config: RunConfig, devices: int, rank: int = 0) -> SimulatedMe
             "auto" is bfloat16.
         devices: number of ranks.
         rank: the simulated rank.
+        chunks: whether the loss computes a few logits at a time, as on a CPU; otherwise many, as on a GPU.
 
     Raises:
         UserError: the model or the objective is another one, or `parallel.offload` is set.
@@ -90,11 +88,16 @@ def simulate_rank(config: RunConfig, devices: int, rank: int = 0) -> SimulatedMe
     shape, device = mesh_shape(config.parallel, devices), torch.device("cpu")
     length, given, moe = sequence_length(config), config.training.micro_batch_size, section.moe
     per_rank, micro = split_batch(batch_sequences(config), length, shape, given, config.parallel)
-    rows = micro * length * (moe.num_experts_per_tok if moe else 0) // shape.cp
+    held = CHUNK_ELEMENTS["cpu"] if chunks else KEPT_ELEMENTS
+    rows = per_rank if shape.pp > 1 else min(per_rank, MICRO_BATCHES * micro)
+    routed = micro * length * (moe.num_experts_per_tok if moe else 0) // shape.cp
     with (
         fake_ranks(devices, rank),
-        without_values(rows) as mode,
-        mock.patch.dict(CHUNK_ELEMENTS, clear=True),  # logits in chunks for a CPU's caches would take minutes
+        without_values(routed) as mode,
+        # All chunks of logits need the same memory, and computing thousands of them would take minutes.
+        mock.patch(
+            "weft.kernels.cross_entropy._chunks", lambda logits, _: [slice(0, max(1, held // logits.shape[-1]))]
+        ),
     ):
         world = FakeWorld(rank, devices, device, shape, **meshes(shape, device))
         model = assemble(model_plan(config), world)
@@ -109,11 +112,9 @@ def simulate_rank(config: RunConfig, devices: int, rank: int = 0) -> SimulatedMe
         with answering(mode), MemoryCounter(mode, map(local, model.parameters())) as memory, Received():
             passes.after_update()
             for _ in range(2):
-                memory.peak = memory.now
-                _step(config, world, passes, parameters, optimizer, _batch(per_rank, length), micro)
-        values = [value for p in parameters for value in optimizer.state[p].values() if torch.is_tensor(value)]
-        states = [value for value in values if value.dim() > 0]
-        return SimulatedMemory(rank, _bytes(model.parameters()), _bytes(states), memory.peak)
+                memory.reset(_state(optimizer))
+                _step(config, world, passes, parameters, optimizer, _batch(rows, length), micro)
+        return SimulatedMemory(rank, Memory(**memory.peak))
 
 
 def _step(
@@ -142,5 +143,6 @@ def _batch(rows: int, length: int) -> Batch:
     )
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
+def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [local(value) for value in values if torch.is_tensor(value)]

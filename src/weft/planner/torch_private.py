@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -15,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from weft.torch_private import TorchDispatchMode, tree_leaves
+from weft.torch_private import TorchDispatchMode, in_backward, tree_leaves
 
 # The private names; `weft.torch_private.NAMES` gives each of its own a reason.
 NAMES = {
@@ -73,21 +77,36 @@ def answering(mode: FakeTensorMode) -> Iterator[None]:
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Counts the bytes of a mode's tensors while they live: `now`, and `peak`, which may be reset to `now`."""
+    """Counts the bytes of a mode's tensors while they live.
 
-    def __init__(self, mode: FakeTensorMode, tensors: Iterable[torch.Tensor]):
+    Attributes:
+        now: bytes by part (see `_part`).
+        peak: these bytes when their sum was largest; `reset` forgets earlier peaks.
+    """
+
+    def __init__(self, mode: FakeTensorMode, parameters: Iterable[torch.Tensor]):
         super().__init__()
-        self.mode, self.now, self.peak = mode, 0, 0
-        self.sizes = weakref.WeakKeyDictionary[torch.UntypedStorage, _Number]()
-        for tensor in tensors:
-            self._note(tensor.untyped_storage())
+        self.mode = mode
+        self.now, self.peak, self.total, self.most = Counter[str](), Counter[str](), 0, 0
+        self.sizes = weakref.WeakKeyDictionary[torch.UntypedStorage, _Size]()
+        for tensor in parameters:
+            self._note(tensor.untyped_storage(), "parameters")
+
+    def reset(self, optimizer: Iterable[torch.Tensor]) -> None:
+        """Forgets earlier peaks, and counts tensors as the optimizer's state."""
+        for tensor in optimizer:
+            if (size := self.sizes.get(tensor.untyped_storage())) is not None:
+                self._freed(size)
+                size.part = "optimizer"
+                self._grow(size, size.bytes)
+        self.most, self.peak = self.total, self.now.copy()
 
     def __enter__(self):
         resize, note = torch.UntypedStorage.resize_, self._note
 
         def resized(storage, size):  # FSDP2 frees gathered parameters in this way
             resize(storage, size)
-            note(storage)
+            note(storage, "gathered")
 
         self.patch = mock.patch.object(torch.UntypedStorage, "resize_", resized)
         self.patch.start()
@@ -103,20 +122,66 @@ class MemoryCounter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
-                self._note(tensor.untyped_storage())
+                self._note(tensor.untyped_storage(), shape=tensor.shape)
         return out
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        if storage not in self.sizes:
-            weakref.finalize(storage, self._freed, number := _Number())
-            self.sizes[storage] = number
-        self.now += storage.nbytes() - self.sizes[storage].bytes
-        self.sizes[storage].bytes = storage.nbytes()
-        self.peak = max(self.peak, self.now)
+    def _note(self, storage: torch.UntypedStorage, part: str = "", shape: torch.Size | None = None) -> None:
+        size = self.sizes.get(storage)
+        if size is None:
+            size = self.sizes[storage] = _Size(part or _part(shape))
+            weakref.finalize(storage, self._freed, size)
+        if more := storage.nbytes() - size.bytes:
+            self._grow(size, more)
+            size.bytes += more
 
-    def _freed(self, number: _Number) -> None:
-        self.now -= number.bytes
+    def _grow(self, size: _Size, more: int) -> None:
+        self.now[size.part] += more
+        self.total += more
+        if self.total > self.most:
+            self.most, self.peak = self.total, self.now.copy()
+
+    def _freed(self, size: _Size) -> None:
+        self.now[size.part] -= size.bytes
+        self.total -= size.bytes
 
 
-class _Number:
-    bytes = 0
+@dataclass
+class _Size:
+    part: str
+    bytes: int = 0
+
+
+def _part(shape: torch.Size | None) -> str:
+    """Returns the part that a new tensor counts for, by the innermost known code that creates it.
+
+    Results of a forward pass, also of a repeated one, are `activations`. What else backward creates are `gradients`.
+    """
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        part = _PARTS.get(code)
+        if part is None:
+            part = _PARTS[code] = _part_of(code.co_filename, code.co_name)
+        if part == "reduction":  # first its input is created, then the shard of the gradients
+            return "gradients" if "reduce_scatter_input" in frame.f_locals else "buffers"
+        if part == "logits" and "weight_gradient" in frame.f_locals and shape == frame.f_locals["weight"].shape:
+            return "gradients"
+        if part:
+            return part
+        frame = frame.f_back
+    return "gradients" if in_backward() else "activations"
+
+
+_PARTS: dict[CodeType, str] = {}
+
+
+def _part_of(file: str, function: str) -> str:
+    """Returns the part of tensors that a function and those that it calls create; "" if the callers tell."""
+    if "/fsdp/" in file:
+        names = {"foreach_reduce": "reduction", "foreach_all_gather": "gathered", "init_all_gather_outputs": "gathered"}
+        return names.get(function, "")
+    if file.endswith("/torch/utils/checkpoint.py"):
+        return "activations" if function == "recompute_fn" else ""
+    parts = {"/kernels/cross_entropy.py": "logits", "/gradients/clip.py": "buffers"}
+    parts |= {"/optim/muon.py": "buffers", "/optim/optimizer.py": "buffers"}
+    return next((part for name, part in parts.items() if file.endswith(name)), "")
