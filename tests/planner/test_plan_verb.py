@@ -178,14 +178,12 @@ def test_the_largest_sequence_fits_and_is_longer(weft):
     assert "largest model" in weft(*PLAN, "--largest", "model", "--limit", "1")[1]
 
 
-SMALL = (
-    "model={hidden_size: 256, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 1000, mlp: gated, intermediate_size: 512}",
-)
+SMALL = "{hidden_size: 256, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 1000, intermediate_size: 512}"
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_simulated_memory_stands_beside_the_formulas(weft):
-    words = (*PLAN, *SMALL, "parallel={pp: 2}", "--keep-mesh", "--simulate")
+    words = (*PLAN, f"model={SMALL}", "model.mlp=gated", "parallel={pp: 2}", "--keep-mesh", "--simulate")
     code, out, err = weft(*words, "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)["simulated"]
