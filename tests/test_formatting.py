@@ -17,6 +17,7 @@ from weft import formatting
         (formatting.counted(2, "entry", "entries"), "2 entries"),
         (formatting.percent(1, 8), "12.50%"),
         (formatting.percent(0, 0), "0.00%"),
+        (formatting.timing(0.0000121), "12.1 us"),
         (formatting.timing(0.00321), "3.21 ms"),
         (formatting.timing(12.5), "12.5 s"),
         (formatting.flops_rate(989.4e12), "989.4 TFLOP/s"),

@@ -105,8 +105,10 @@ def duration(seconds: float) -> str:
 
 
 def timing(seconds: float) -> str:
-    """Returns a measured time: `3.21 ms`, `12.5 s`."""
-    return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
+    """Returns a measured or predicted time: `12.1 us`, `3.21 ms`, `12.5 s`."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} us"
+    return f"{seconds:.4g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
 def rate(per_second: float, unit: str) -> str:

@@ -12,7 +12,7 @@ from weft.config.inherit import read_tree
 from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
-from weft.formatting import amount, byte_size, counted
+from weft.formatting import amount, byte_size, counted, timing
 from weft.planner.candidates import PLANNED
 from weft.planner.hardware import Hardware
 from weft.planner.plan import Plan, Plans, capacity, part_name
@@ -47,7 +47,7 @@ def _row(number: int, plan: Plan) -> list[str]:
         training["activation_checkpointing"],
         ", ".join(others) or "-",
         byte_size(plan.memory.total, "GB"),
-        seconds_text(predicted.step_seconds),
+        timing(predicted.step_seconds),
         amount(round(predicted.tokens_per_second)),
         f"{predicted.mfu:.1%}",
         f"{costs['days']:,.4g}" if costs else "-",
@@ -71,10 +71,8 @@ def _details(plan: Plan, hardware: Hardware) -> list[str]:
         f"  memory      {byte_size(plan.memory.total)} of {hardware.device.memory_gb:g} GB ({used:.0%}{where})"
     )
     lines += _parts(plan.memory.parts(), byte_size)
-    lines.append(
-        f"  step        {seconds_text(predicted.step_seconds)}, {predicted.samples_per_second:,.4g} sequences/s"
-    )
-    lines += _parts({part_name(name): value for name, value in predicted.parts.items()}, seconds_text)
+    lines.append(f"  step        {timing(predicted.step_seconds)}, {predicted.samples_per_second:,.4g} sequences/s")
+    lines += _parts({part_name(name): value for name, value in predicted.parts.items()}, timing)
     if costs:
         run = f"{counted(plan.steps or 0, 'step')}, {costs['days']:,.4g} days, {amount(round(costs['gpu_hours']))}"
         price = f", price {costs['price']:,.0f}" if "price" in costs else ""
@@ -86,14 +84,6 @@ def _parts(parts: Mapping[str, float], text) -> list[str]:
     total = sum(parts.values())
     ordered = sorted(parts.items(), key=lambda one: -one[1])
     return [f"    {name:26}{text(value):>10}{value / total:>7.1%}" for name, value in ordered if value > 0]
-
-
-def seconds_text(seconds: float) -> str:
-    """Returns seconds with a unit: `13.9 s`, `85.2 ms`, `12.1 us`."""
-    for limit, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= limit:
-            return f"{seconds / limit:,.4g} {unit}"
-    return f"{seconds * 1e6:,.3g} us"
 
 
 def table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[str]:

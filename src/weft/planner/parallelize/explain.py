@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weft.formatting import byte_size, duration
+from weft.formatting import byte_size, timing
 from weft.planner.parallelize.placements import placement_text
 
 ROOT = "(all)"  # the pattern "" matches the module itself
@@ -45,11 +45,11 @@ def _predictions(found: Mapping[str, float]) -> list[str]:
     lines = []
     if "step_seconds" in found:
         parts = [
-            f"{name} {duration_text(found[key])}"
+            f"{name} {timing(found[key])}"
             for name, key in (("compute", "compute_seconds"), ("tp", "tp_seconds"), ("dp", "dp_seconds"))
             if key in found
         ]
-        lines.append(f"step       {duration_text(found['step_seconds'])} predicted ({', '.join(parts)})")
+        lines.append(f"step       {timing(found['step_seconds'])} predicted ({', '.join(parts)})")
     if "memory_bytes" in found:
         states = found.get("state_bytes", 0.0)
         lines.append(
@@ -59,13 +59,6 @@ def _predictions(found: Mapping[str, float]) -> list[str]:
     if found.get("optimality_gap", 0.0) > 1e-6:
         lines.append(f"gap        the best plan is at most {100 * found['optimality_gap']:.2g}% faster (time limit)")
     return lines
-
-
-def duration_text(seconds: float) -> str:
-    """Returns a predicted time: `12.3 ms`, `1.2 s`."""
-    if seconds < 1e-3:
-        return f"{1e6 * seconds:.3g} us"
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else duration(seconds) if seconds >= 100 else f"{seconds:.3g} s"
 
 
 def difference(one: Any, two: Any) -> list[str]:
@@ -82,7 +75,7 @@ def difference(one: Any, two: Any) -> list[str]:
                 lines.append(f"{topic}: {pattern}: {_plain(first.get(pattern))} -> {_plain(second.get(pattern))}")
     for name in ("step_seconds", "memory_bytes"):
         if name in one.prediction and name in two.prediction and one.prediction[name] != two.prediction[name]:
-            show = duration_text if name == "step_seconds" else byte_size
+            show = timing if name == "step_seconds" else byte_size
             lines.append(f"{name}: {show(one.prediction[name])} -> {show(two.prediction[name])}")
     return lines
 

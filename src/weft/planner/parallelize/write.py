@@ -16,7 +16,7 @@ from typing import Any
 
 from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
-from weft.planner.parallelize.explain import duration_text
+from weft.formatting import timing
 from weft.planner.parallelize.placements import placement_text
 
 PYTHON_DIGEST = "python_sha256"  # key of plan.json: digest of the plan.py that was written with it
@@ -141,7 +141,7 @@ def _digest(content: bytes) -> str:
 def python_text(plan: Any, path: Path, title: str) -> str:
     """Returns the text of `plan.py`."""
     seconds = plan.prediction.get("step_seconds")
-    cost = f" Predicted: {duration_text(seconds)} a step." if seconds else ""
+    cost = f" Predicted: {timing(seconds)} a step." if seconds else ""
     text = HEAD.format(
         title=title, devices=plan.devices, dp=plan.dp, tp=plan.tp, cost=cost, module=path.stem, file=path.name,
         shard=plan.shard_parameters, structure=plan.structure,
