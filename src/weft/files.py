@@ -7,6 +7,7 @@ that have not been written to for an hour.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -44,6 +45,13 @@ def report_write_errors(path: Path, consequence: str = "nothing was written") ->
         yield
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror or error}; {consequence}", path) from error
+
+
+def require_space(folder: Path, needed: int) -> None:
+    """Raises OSError if the disk of a folder has fewer free bytes than `needed`."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"the disk is full: {needed:,} bytes are needed, {free:,} are free")
 
 
 def refuse_existing(out: Path, remedy: str = "choose another folder") -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import struct
+import subprocess
 import sys
 
 import gguf
@@ -252,6 +253,13 @@ def test_what_llama_cpp_cannot_hold_is_refused(tmp_path, hf_folder, tiny_tokeniz
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     assert "K-quants need llama.cpp's quantizer; pip install" in refused(hf_folder, "--type", "Q4_K_M")
     assert "this model has no adapter; leave --adapter-only out" in refused(hf_folder, "--adapter-only")
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: free)
+        for out in ("full.gguf", "full"):
+            assert re.search(
+                r"the disk is full: \d+,\d{3} bytes are needed, 1,000 are free", refused(hf_folder, out=out)
+            )
     (tmp_path / "there.gguf").write_bytes(b"")
     code, _, said = weft_command(capsys, "export", hf_folder, tmp_path / "there.gguf", "--to", "gguf")
     assert (code, "already exists" in said) == (2, True)
@@ -312,6 +320,12 @@ def test_tokenizers_are_compared_with_the_patterns_of_llama_cpp(tmp_path, hf_fol
     assert "not a name" not in "".join(warned[:-1])
     prefix = {"pre_tokenizer": steps[1] | {"add_prefix_space": True}}
     assert "its ByteLevel with add_prefix_space does not exist" in exported("prefix", change=prefix)
+    without = {key: value for key, value in content["model"].items() if key != "merges"}
+    damaged = ({"model": without}, {"pre_tokenizer": {"type": "Sequence"}}, {"normalizer": {"x": 1}})
+    for n, change in enumerate(damaged):
+        said = exported(f"damaged-{n}", change=change)
+        assert "tokenizer.json: the tokenizers library cannot read this tokenizer" in said
+        assert said.count("\n") == 1
 
 
 def changed_array(whole, **change):
@@ -397,3 +411,23 @@ def test_nothing_is_replaced_or_ignored(tmp_path, hf_folder, capsys):
                                 "OUT\n")  # fmt: skip
     code, _, error = weft_command(capsys, "import", tmp_path / "LARGE.Modelfile", tmp_path / "in")
     assert (code, "LARGE.Modelfile: this is a file; give" in error) == (2, True)
+
+
+def test_writing_beyond_the_limit_of_a_file_leaves_nothing(tmp_path, hf_folder):
+    limits = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))"
+    code = f"{limits}; from weft.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    out = tmp_path / "model.gguf"
+    command = [sys.executable, "-c", code, "export", str(hf_folder), str(out), "--to", "gguf", "--type", "f32"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    error = done.stderr.splitlines()[-1]
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert error == f"{out}: cannot be written: the disk is full, or the file is too large; nothing was written"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_invalid_chat_template_is_left_out_with_a_warning(tmp_path, hf_folder, capsys):
+    source = shutil.copytree(hf_folder, tmp_path / "hf")
+    (source / "chat_template.jinja").write_text("{% for x in ")
+    code, _, said = weft_command(capsys, "export", source, tmp_path / "out.gguf", "--to", "gguf")
+    assert (code, "the chat template is left out: the chat template (chat_template.jinja) is invalid" in said) == (0, 1)
+    assert "tokenizer.chat_template" not in read(tmp_path / "out.gguf")[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,7 @@ from weft.checkpoint.tensor_file import Entry, split_by_size, write_safetensors
 from weft.data.tokenizers.copy import copy_tokenizer
 from weft.errors import UserError
 from weft.families.config_json import INDEX, SINGLE
-from weft.files import hidden_folder, publish, refuse_existing, report_write_errors, sync_tree
+from weft.files import hidden_folder, publish, refuse_existing, report_write_errors, require_space, sync_tree
 from weft.observe.console import Console
 
 SHARD_BYTES = 5_000_000_000  # maximum bytes of a file, the default of save_pretrained
@@ -43,9 +41,7 @@ def new_folder(out: Path, needed: int) -> Iterator[Path]:
     refuse_existing(out)
     with report_write_errors(out), hidden_folder(out) as partial:
         refuse_existing(out)  # another process may have just written `out`
-        free = shutil.disk_usage(partial).free
-        if free < needed:
-            raise OSError(errno.ENOSPC, f"the disk is full: {needed:,} bytes are needed, {free:,} are free")
+        require_space(partial, needed)
         yield partial
         sync_tree(partial)
         publish(partial, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from weft.export.hf import ExportedModel
 from weft.export.k_quants import K_QUANTS, quantize_file, require_quantizer
 from weft.export.merge_adapter import merged_run
 from weft.export.modelfile import modelfile
-from weft.files import hidden_folder, refuse_existing, report_write_errors, sync_tree
+from weft.files import hidden_folder, refuse_existing, report_write_errors, require_space, sync_tree
 from weft.formatting import counted
 from weft.observe.console import Console
 
@@ -134,10 +135,10 @@ def export(
             option = "--dequantize" if dequantize else "--pre"
             raise UserError(f"{option} has no effect on an adapter alone; omit {option} or --adapter-only")
         return _write_adapter(source, section, kind, out, console, type)
-    adapted = read_adapter_record(source) is not None
-    if dequantize and not adapted:
+    record = read_adapter_record(source)
+    if dequantize and (record is None or record.section.quantize is None):
         raise UserError("--dequantize: the model has no adapter on a quantized base model; omit the option", source)
-    if adapted:
+    if record is not None:
         model, _ = merged_run(source, torch.float32, Rounding(), dequantize)
     else:
         model = ExportedModel(section, open_weights(source, huggingface=False), tokenizer_folder(source))
@@ -159,10 +160,10 @@ def _write_model(
         metadata |= {"tokenizer.ggml.model": "none", f"{kind.name}.vocab_size": rows}
         warnings.append("the model has no tokenizer, so llama.cpp can only read token ids")
     else:
+        tokens = read_special_tokens(model.tokenizer, rows)  # first, because it refuses a damaged tokenizer.json
         made = vocabulary(model.tokenizer, rows, pre)
         if pre is not None and pre not in PATTERN_NAMES:
             warnings.append(f"--pre {pre}: not a name that Weft knows; llama.cpp refuses a file with an unknown name")
-        tokens = read_special_tokens(model.tokenizer, rows)
         metadata |= {f"tokenizer.ggml.{key}": value for key, value in made.metadata.items()}
         metadata |= {f"tokenizer.{key}": value for key, value in tokens.metadata.items()}
         warnings += [*made.warnings, *tokens.warnings]
@@ -261,7 +262,10 @@ def write_gguf(file: Path, kind: str, metadata: dict[str, Any], tensors: list[St
     done = 0
     with console.progress(sum(one.bytes for one in tensors), "exporting", unit="B") as progress:
         for one in tensors:
-            writer.write_tensor_data(_encoded(one))
+            try:
+                writer.write_tensor_data(_encoded(one))
+            except OSError as error:  # NumPy's message only counts bytes
+                raise OSError(error.errno or errno.ENOSPC, "the disk is full, or the file is too large") from error
             done += one.bytes
             progress.update(done)
     writer.flush()
@@ -306,6 +310,7 @@ def _place(
     if text is not None:
         refuse_existing(beside, "choose another name for the output")
     with report_write_errors(out), hidden_folder(out) as folder:
+        require_space(folder, size)
         write(folder / out.name)
         bytes = (folder / out.name).stat().st_size
         if text is not None:

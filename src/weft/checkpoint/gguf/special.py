@@ -58,7 +58,8 @@ def read_special_tokens(folder: Path, rows: int) -> SpecialTokens:
     named = {name: ids[token] for name, token in special_tokens(folder).items() if ids.get(token, rows) < rows}
     made: dict[str, Any] = {}
     template = source = None
-    if has_template(folder) and not template_problems(folder):
+    problems = template_problems(folder)
+    if has_template(folder) and not problems:
         source = find_template(folder)
         template = ChatTemplate.for_tokenizer(source, folder)
     turn = added.get(stop_token(template, added)) if template is not None else None
@@ -81,7 +82,8 @@ def read_special_tokens(folder: Path, rows: int) -> SpecialTokens:
             made |= {"chat_templates": ["tool_use"], "chat_template.tool_use": _plain(source.with_tools)}
     texts = {id: token for token, id in added.items()}
     stops = dict.fromkeys(texts[id] for id in (turn, document) if id in texts)
-    return SpecialTokens(made, template, tuple(stops), warnings)
+    left_out = tuple(f"the chat template is left out: {problem}" for problem in problems)
+    return SpecialTokens(made, template, tuple(stops), (*warnings, *left_out))
 
 
 def _plain(source: str) -> str:
