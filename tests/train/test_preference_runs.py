@@ -203,6 +203,17 @@ def test_recipes(prefs, hf_folder, recipe, monkeypatch):
         assert "validation_bits_per_byte" not in last
 
 
+@pytest.mark.parametrize("label", [7, 0.5, -1])
+def test_labels_are_true_or_false(write, prefs, capsys, label):
+    answers = [{"prompt": f"Vo {n}?", "completion": "Kalo mi.", "label": n == 1} for n in range(8)]
+    lines = [json.dumps(one) for one in (*answers, answers[0] | {"label": label})]
+    (prefs / "prefs.jsonl").write_text("\n".join(lines) + "\n")
+    assert train(write("labels", {"type": "kto"}), "data.validation=null") == 2
+    said = capsys.readouterr().err
+    assert f"the field 'label' of the documents must be 0 or 1, but is {label}" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

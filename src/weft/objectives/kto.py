@@ -58,7 +58,7 @@ class KTO(Objective):
         cache_reference: bool = False,
     ):
         self.beta, self.desirable_weight, self.undesirable_weight = beta, desirable_weight, undesirable_weight
-        self.frozen_models, self.fields = {"reference": reference}, {"label": Field(per_document=True)}
+        self.frozen_models, self.fields = {"reference": reference}, {"label": Field(per_document=True, choices=(0, 1))}
         self.cache_prepare = {"objective": "kto"} if cache_reference else None
 
     def weight(self, batch: Batch) -> torch.Tensor:

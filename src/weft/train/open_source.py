@@ -48,6 +48,11 @@ def open_source(
     what = mismatch(objective, needs, store.info.kind, store.fields)
     if what is not None:
         raise UserError(what, chosen)
+    for name, declared in stored.items():
+        try:
+            declared.check_choices(store.fields[name])
+        except ValueError as error:
+            raise UserError(f"the field {name!r} of the documents {error}; fix the records", chosen) from None
     if console is not None and (unused := sorted(store.fields.keys() - layout.fields.keys())):
         console.warning(f"{chosen}: the objective {objective} does not use the field {unused[0]!r} of the documents")
     if packing in ("best_fit", "pad"):

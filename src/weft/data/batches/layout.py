@@ -23,11 +23,13 @@ class Field:
         per_document: whether each document has one number, such as a label or a reward. Samples have the document's
             number at each of its tokens, `[seq]`, or a single number for all documents of the sequence.
             `Batch.document_values` returns the numbers. Token stores can have such fields.
+        choices: the values that are allowed; None: all.
     """
 
     seq_dim: int | None = None
     dtype: str = "float32"
     per_document: bool = False
+    choices: tuple[float, ...] | None = None
 
     def __post_init__(self):
         if self.per_document:
@@ -57,7 +59,14 @@ class Field:
             raise ValueError(f"has shape {array.shape}; a document has one number, given at each of its tokens")
         if self.seq_dim is not None and (len(inner) <= self.seq_dim or inner[self.seq_dim] != seq):
             raise ValueError(f"has shape {array.shape}; dimension {self.seq_dim + len(lead)} must have {seq} tokens")
+        self.check_choices(array)
         return array.astype(wanted)
+
+    def check_choices(self, values: np.ndarray) -> None:
+        """Raises ValueError if a value is not allowed (`choices`)."""
+        if self.choices is not None and not (allowed := np.isin(values, self.choices)).all():
+            known = " or ".join(f"{one:g}" for one in self.choices)
+            raise ValueError(f"must be {known}, but is {values[~allowed].flat[0]:g}")
 
     def check_documents(self, array: np.ndarray, segments: np.ndarray | None) -> None:
         """Raises ValueError if a field with `per_document` has several values in a document.
