@@ -7,3 +7,7 @@ def letters(completions):
 
 def short(completion, number):
     return -len(completion) / 100 + number % 3
+
+
+def fails(completion, number):
+    raise ValueError(f"no {number}")

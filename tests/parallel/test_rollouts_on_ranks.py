@@ -7,6 +7,7 @@ import pytest
 import torch
 from compare import Run, compare
 from matrix import MODELS, WITHIN, ranks_of
+from pool import weft_command
 
 STEPS = 5
 SHOWN = (
@@ -21,8 +22,14 @@ SHOWN = (
 )
 
 
-def train(runner, tokenizer, name, mesh, *, steps=STEPS, fresh=True, model=MODELS["gqa"], objective=None, **sections):
-    """Trains in float64 with two mini-batches and two passes per rollout, so the last step is in the middle of one."""
+def train(runner, tokenizer, name, mesh, *, fresh=True, **changes):
+    file = write(runner, tokenizer, name, mesh, **changes)
+    runner.pool.run(file, ranks_of(mesh), fresh=fresh, seconds=90)
+    return Run(runner.folder / name)
+
+
+def write(runner, tokenizer, name, mesh, *, steps=STEPS, model=MODELS["gqa"], objective=None, **sections):
+    """A run in float64 with two mini-batches and two passes per rollout, so the last step is in the middle of one."""
     prompts = runner.folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{n} ka", "number": n}) + "\n" for n in range(9)))
     content = {
@@ -46,8 +53,7 @@ def train(runner, tokenizer, name, mesh, *, steps=STEPS, fresh=True, model=MODEL
     }
     file = runner.folder / f"{name}.yaml"
     file.write_text("".join(f"{section}: {json.dumps(value)}\n" for section, value in content.items()))
-    runner.pool.run(file, ranks_of(mesh), fresh=fresh, seconds=90)
-    return Run(runner.folder / name)
+    return file
 
 
 def found(run):
@@ -67,6 +73,14 @@ def test_two_data_ranks_and_another_mesh_after_a_stop_in_the_middle_of_a_rollout
     assert len({tuple(line) for line in found(one)}) > 2
     train(runner, tiny_tokenizer, "rollouts-moved", {"dp_shard": 2}, steps=3)
     check(one, train(runner, tiny_tokenizer, "rollouts-moved", {"pp": 2, "pp_schedule": "gpipe"}, fresh=False))
+
+
+def test_a_reward_that_fails_is_one_line_of_one_rank(runner, tiny_tokenizer):
+    objective = {"reward": "rollout_parts:fails"}
+    file = write(runner, tiny_tokenizer, "rollouts-failing", {"dp_shard": 2}, objective=objective)
+    codes, said = zip(*runner.pool.call(weft_command, 2, runner.folder, ["train", str(file), "--fresh"]), strict=True)
+    assert codes == (2, 2)
+    assert sum(text.count("reward rollout_parts:fails raised ValueError: no ") for text in said) == 1
 
 
 @pytest.mark.matrix

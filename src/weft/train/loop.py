@@ -168,7 +168,7 @@ class Loop:
         try:
             batch = next(batches)
         except UserError as error:
-            error.quiet = not self.world.first_of_data_rank  # all ranks with these sequences raise the error
+            error.quiet |= not self.world.first_of_data_rank  # all ranks with these sequences raise the error
             raise
         self.recorder.data_arrived()
         return batch
