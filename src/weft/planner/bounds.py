@@ -244,11 +244,17 @@ class Bounds:
 
     # ---- memory
 
-    def _activations(self, work: Work, micro_batches: int, pp: int, schedule: Schedule, virtual: int) -> float:
-        """Returns the bytes that the first pipeline rank keeps for backward, which has most micro-batches in flight."""
+    def _activations(
+        self, work: Work, micro_batches: int, pp: int, schedule: Schedule, virtual: int
+    ) -> tuple[float, float]:
+        """Returns the bytes that the first pipeline rank keeps for backward, which has most micro-batches in flight.
+
+        Returns:
+            The bytes in all backward passes, and in those that follow the first of their stage.
+        """
         pieces = self.pieces(work)
         if pp == 1:
-            return pieces.all_saved
+            return pieces.all_saved, pieces.all_saved
         ends = [0, *accumulate(self.split(work, pp * virtual))]
         saved = [0.0, *accumulate(pieces.saved[kind] for kind in pieces.kinds)]
         count = min(micro_batches, 4 * pp * virtual)  # later micro-batches repeat the earlier ones
@@ -259,13 +265,19 @@ class Bounds:
             saved[ends[stage + 1]] - saved[ends[stage]] + residual * ((stage > 0) + (stage < pp * virtual - 1))
             for stage in stages
         ]
-        return max(sum(map(mul, state, sizes)) for state in in_flight(schedule, 0, pp, virtual, count))
+        found = [(sum(map(mul, state, sizes)), state[-1]) for state in in_flight(schedule, 0, pp, virtual, count)]
+        return max(size for size, _ in found), max((size for size, first in found if not first), default=0.0)
 
-    def kept(self, candidate: Candidate) -> float:
-        """Returns a lower bound of the bytes of activations at the peak, which the data axes do not change."""
+    def kept(self, candidate: Candidate) -> tuple[float, float]:
+        """Returns lower bounds of the bytes of activations at the peak, which the data axes do not change.
+
+        Returns:
+            The bound, and that of backward passes that follow the first of their stage.
+        """
         layout = candidate.layout
-        kept = self.activations(layout.work, layout.count, layout.pp, candidate.schedule, candidate.virtual)
-        return kept + self.pieces(layout.work).extra
+        kept, later = self.activations(layout.work, layout.count, layout.pp, candidate.schedule, candidate.virtual)
+        extra = self.pieces(layout.work).extra
+        return kept + extra, later + extra * (later > 0)
 
     def memory(self, candidate: Candidate) -> float:
         """Returns a lower bound of the bytes of the rank that needs most memory."""
@@ -279,12 +291,12 @@ class Bounds:
         stays = candidate.reshard is False or (layout.pp > 1 and candidate.reshard is None) or alone
         waiting = params * job.reduce_width * (layout.count > 1 and not candidate.every)
         gathered = params * stays * (0 if alone and job.width == job.state else job.width)
-        kept = self.kept(candidate)
+        kept, later = self.kept(candidate)
         if not stays and not alone:
             gathered = min(one.total for one in pieces.sizes.values()) * job.width
-        changing = kept + gathered
-        margin = 0.0 if self.cpu else DEVICE_BYTES + FRAGMENTATION * changing
-        return static + max(changing + waiting, local * job.state * on_device) + margin
+        changing = max(kept + gathered, later + gathered + waiting)
+        margin = 0.0 if self.cpu else DEVICE_BYTES + FRAGMENTATION * (min(kept, later) + gathered - pieces.extra)
+        return static + max(changing, local * job.state * on_device) + max(0.0, margin)
 
     def host_memory(self, candidate: Candidate) -> float:
         """Returns the bytes that offloading needs in the memory of one host."""

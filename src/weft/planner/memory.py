@@ -6,9 +6,11 @@ gradients.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import chain
 from operator import ge
 
 from weft.config.derive import batch_sequences, sequence_length, split_batch
@@ -18,10 +20,11 @@ from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.parallel.stages import stage_ranges, stages_of_rank
 from weft.planner.schedules import rank_actions
-from weft.planner.tensors import Sizes, saved_tensors
+from weft.planner.tensors import Sizes, masks_bytes, saved_tensors
 from weft.planner.work import KEPT_LOGITS, WIDTHS, Shares, Work, block_work, embedding_work, head_work
 
-STATES = {"adamw": 2, "muon": 1}  # tensors per parameter; a custom optimizer counts like AdamW
+# Tensors per parameter of a block; embedding and head have two, by AdamW. A custom optimizer counts like AdamW.
+STATES = {"adamw": 2, "muon": 1}
 # Two assumptions, which no GPU has confirmed yet: what the allocator cannot reuse, as a share of what a step allocates
 # and frees; and the bytes of a GPU's context, libraries' workspaces and NCCL's buffers.
 FRAGMENTATION = 0.08
@@ -96,26 +99,27 @@ def in_flight(schedule: Schedule, rank: int, ranks: int, virtual: int, count: in
         count: number of micro-batches.
 
     Returns:
-        The states that can be peaks. Each state: the number of micro-batches that each of the rank's stages keeps, and
-        the place of the stage whose backward pass starts, among these stages.
+        The states that can be peaks. Each state: the number of micro-batches that each of the rank's stages keeps, the
+        place of the stage whose backward pass starts, among these stages, and whether it is the stage's first.
     """
     parallel = ParallelSection(pp=ranks, pp_schedule=schedule, stages_per_rank=virtual)
     stages, actions = stages_of_rank(parallel, rank, ranks), rank_actions(parallel, rank, ranks, count)
     split = any(action.kind == "W" for action in actions)
-    live, found = dict.fromkeys(stages, 0), dict[tuple[int, ...], None]()
+    live, found, begun = dict.fromkeys(stages, 0), dict[tuple[int, ...], None](), set[int]()
     splits = {(one.stage, one.micro_batch) for one in actions if one.kind == "W"} if split else set()
     for action in actions:
         if action.kind == "F":
             live[action.stage] += 1
         elif action.kind in "BI":
-            found[(*live.values(), stages.index(action.stage))] = None
+            found[(*live.values(), stages.index(action.stage), action.stage not in begun)] = None
+            begun.add(action.stage)
         if action.kind == "W" or (action.kind == "B" and (action.stage, action.micro_batch) not in splits):
             live[action.stage] -= 1
     # A state in which no stage keeps more than in another state, with the same backward pass, is not a peak.
     return tuple(
         state
         for state in found
-        if not any(more != state and more[-1] == state[-1] and all(map(ge, more, state)) for more in found)
+        if not any(more != state and more[-2:] == state[-2:] and all(map(ge, more, state)) for more in found)
     )
 
 
@@ -145,6 +149,7 @@ class _Ranks:
         self.copies = 0.0 if self.single and self.width == self.state else float(self.width)
         self.residual = self.shares.tokens / self.mesh.tp * model.hidden_size * self.state
         self.rows = 1 if model.num_labels else max(1, self.vocabulary // self.mesh.tp)
+        self.masks = masks_bytes(self.shares) if self.cpu else 0.0
         self.stages = self._stages(length)
 
     def _stages(self, length: int) -> list[list[_Piece]]:
@@ -182,43 +187,94 @@ class _Ranks:
     def peak(self, rank: int) -> Memory:
         """Returns the memory of a pipeline rank at its peak."""
         pp, virtual, schedule, count = self.mesh.pp, self.parallel.virtual_stages, self.parallel.pp_schedule, self.count
-        owned, lives = [0], ((1, 0),)
+        owned, lives = [0], ((1, 0, True), (1, 0, False)) if self.accumulates else ((1, 0, True),)
         if pp > 1:
             most = 4 * pp * virtual  # later micro-batches repeat the earlier ones
             if schedule not in ("gpipe", "looped_bfs") and count > most:
                 count = most
             owned, lives = stages_of_rank(self.parallel, rank, pp), in_flight(schedule, rank, pp, virtual, count)
-        moments = (moment for *live, place in lives for moment in self._moments(owned, live, place))
-        found = max(moments, key=lambda one: one.total)
+        moments = (moment for *live, place, first in lives for moment in self._moments(owned, live, place, bool(first)))
+        found = max(chain(moments, self._update(owned)), key=lambda one: one.total)
         if self.cpu:
             return found
         changing = found.activations + found.logits + found.gathered + found.buffers
         more = {"buffers": found.buffers + DEVICE_BYTES, "fragmentation": FRAGMENTATION * changing}
         return Memory(**(found.parts() | more))
 
-    def _moments(self, owned: list[int], live: list[int], place: int) -> Iterator[Memory]:
-        blocks, roots = [self.stages[stage] for stage in owned], [self._root(stage) for stage in owned]
-        local = sum(piece.local for stage in blocks for piece in stage) + sum(root[1] for root in roots)
+    def _state(self, owned: list[int]) -> tuple[float, float, float]:
+        """Returns the bytes of parameters, of sharded gradients, and of the optimizer's state."""
+        roots = sum(self._root(stage)[1] for stage in owned) * self.state
+        blocks = sum(piece.local for stage in owned for piece in self.stages[stage]) * self.state
         on_device = self.parallel.offload != "parameters"
-        optimizer = (self.parallel.offload == "none") * local * self.states * self.state
+        optimizer = (blocks * self.states + roots * 2) * (self.parallel.offload == "none")
+        return (blocks + roots) * on_device, (blocks + roots) * on_device, optimizer
+
+    def _buffers(self, owned: list[int]) -> float:
+        """Returns the bytes into which stages receive, one buffer for each micro-batch and each neighbor."""
+        last = len(self.stages) - 1
+        return self.count * self.residual * sum((stage > 0) + (stage < last) for stage in owned)
+
+    def _moments(self, owned: list[int], live: list[int], place: int, first: bool) -> Iterator[Memory]:
+        """Yields moments of a backward pass.
+
+        Args:
+            owned: the stages of the rank.
+            live: for each of them, the number of micro-batches that it keeps.
+            place: the place of the stage whose backward pass it is.
+            first: whether it is the stage's first.
+        """
+        blocks, roots = [self.stages[stage] for stage in owned], [self._root(stage) for stage in owned]
+        parameters, _, optimizer = self._state(owned)
         kept = sum(number * self._kept(stage) for number, stage in zip(live, owned, strict=True))
-        kept -= self._kept(owned[place])
+        kept += self._buffers(owned) - self._kept(owned[place])
         others = sum(p.parameters for at, stage in enumerate(blocks) if at != place for p in stage)
         other_roots = sum(root[0] for at, root in enumerate(roots) if at != place)
         stays = self.single or not self.parallel.reshards
         sums = (others + other_roots) * self.reduced * self.accumulates
-        for moment in self._backward(owned[place], stays=stays, on_device=on_device):
+        for moment in self._backward(owned[place], stays=stays, first=first):
             yield Memory(
-                on_device * local * self.state, moment.gradients + sums, optimizer, moment.activations + kept,
+                parameters, moment.gradients + sums, optimizer, moment.activations + kept,
                 moment.logits, moment.gathered + (others * stays + other_roots) * self.copies, moment.buffers,
             )  # fmt: skip
+
+    def _update(self, owned: list[int]) -> Iterator[Memory]:
+        """Yields the first gather of a micro-batch, the reduction after a pipeline's passes, and the update."""
+        parameters, gradients, optimizer = self._state(owned)
+        received, stays = self._buffers(owned), self.single or not self.parallel.reshards
+        roots = [self._root(stage) for stage in owned]
+        units = [piece.parameters for stage in owned for piece in self.stages[stage]]
+        everything = sum(units) + sum(root[0] for root in roots)
+        waiting = everything * self.reduced * self.accumulates
+        if self.mesh.fsdp > 1:  # the result of an all-gather, and parameters into which it is copied
+            gathered = 2 * max(root[0] for root in roots) * self.copies
+            yield Memory(parameters, waiting * (self.mesh.pp == 1), optimizer, received, gathered=gathered)
+        if self.mesh.pp > 1:
+            size, local = max((*roots, (max(units), max(units) / self.mesh.fsdp)))
+            gathered = (everything - size - sum(units) * (not stays)) * self.copies
+            buffer = size * self.reduced * (self.mesh.fsdp > 1)
+            yield Memory(parameters, waiting + local * self.state, optimizer, received, 0, gathered, buffer)
+        if self.states == 1 and self.parallel.offload == "none":
+            yield Memory(parameters, gradients, optimizer, received, buffers=self._orthogonalized(owned))
+
+    def _orthogonalized(self, owned: list[int]) -> float:
+        """Returns the bytes with which Muon orthogonalizes all matrices of one shape, of which it needs full ones."""
+        layers, shapes, at = self.model.num_hidden_layers, Counter[tuple[int, int]](), 0
+        plain = Shares(self.model, 1, 1)
+        for stage, blocks in enumerate(self.stages):
+            for layer in range(at, at + len(blocks)):
+                if stage in owned:
+                    for one in block_work(plain, min(layer, layers)).matmuls:
+                        shapes[one.k, one.n] += one.count
+            at += len(blocks)
+        # Stacked in float32; with the product before and after an iteration, and two Gram matrices, in bfloat16.
+        return max(count * k * n * (8 + 4 * min(k, n) / max(k, n)) for (k, n), count in shapes.items())
 
     def _kept(self, stage: int) -> float:
         """Returns the bytes that a micro-batch keeps in a stage."""
         kept, last = sum(piece.saved for piece in self.stages[stage]), len(self.stages) - 1
         if stage == last:  # the final norm
             kept += self.residual * (2 if self.cpu else 1) + self.shares.tokens * self.model.hidden_size * self.width
-        return kept + self.residual * ((stage > 0) + (stage < last))  # received, and sent to the next stage
+        return kept + self.masks + self.residual * (stage < last)  # sent to the next stage
 
     def _root(self, stage: int) -> tuple[float, float]:
         """Returns the numbers of parameters of embedding and head in a stage: after `tp`, and on this rank."""
@@ -229,43 +285,57 @@ class _Ranks:
         copy = self.rows * self.model.hidden_size * (stage == last > 0 and self.model.tie_word_embeddings)
         return sum(total for total, _ in pairs) + copy, sum(local for _, local in pairs)
 
-    def _backward(self, stage: int, *, stays: bool, on_device: bool) -> Iterator[Memory]:
-        """Yields moments of the backward pass of one stage's last micro-batch."""
-        blocks, unit = self.stages[stage], self.parallel.layers_per_fsdp_unit
+    def _backward(self, stage: int, *, stays: bool, first: bool) -> Iterator[Memory]:
+        """Yields moments of the backward pass of one micro-batch in a stage.
+
+        Args:
+            stays: whether parameters stay gathered.
+            first: whether it is the stage's first. Otherwise it is the last, or as large.
+        """
+        blocks, unit, sums = self.stages[stage], self.parallel.layers_per_fsdp_unit, self.accumulates
         groups = [blocks[at : at + unit] for at in range(0, len(blocks), unit)]
         sizes = [sum(piece.parameters for piece in group) for group in groups]
         root, root_local = self._root(stage)
-        reduced = 0.0 if self.single else self.reduced
-        sums = self.accumulates
-        waiting = (sum(sizes) + root) * self.reduced * sums  # unsharded sums of earlier micro-batches
+        on_device = self.parallel.offload != "parameters"
+        reduces = self.mesh.pp == 1 and not (sums and first)
+        reduced = 0.0 if self.mesh.fsdp == 1 else self.reduced
+        head = self.rows * self.model.hidden_size
+        begins, casts = self.reduced * (sums and first), self.width != self.reduced
+        waiting = (sum(sizes) + root) * self.reduced * (sums and not first)  # unsharded sums of earlier micro-batches
         saved, sharded, before, root_grads = self._kept(stage), 0.0, 0.0, 0.0
         gathered = (root + (sum(sizes) if stays else sizes[-1])) * self.copies
         if stage == len(self.stages) - 1:
             for logits, grads in self._head():
                 yield Memory(0, waiting + grads, 0, saved, logits, gathered)
             saved -= self.residual * self.cpu + self.shares.tokens * self.model.hidden_size * self.width
-            root_grads = 0.0 if sums else self.rows * self.model.hidden_size * self.width
+            root_grads = head * self.width * (casts or first or not sums)
         for number in reversed(range(len(groups))):
             group, size = groups[number], sizes[number]
             ahead = sum(sizes[max(0, number - max(1, self.parallel.prefetch)) : number])
             gathered = (root + (sum(sizes) if stays else size + ahead)) * self.copies
-            extra = max(piece.full - piece.saved + piece.transient for piece in group)
-            grads = 0.5 * size * self.width
-            yield Memory(0, waiting + sharded + root_grads + grads, 0, saved + extra, 0, gathered, before)
+            held, widest = (
+                waiting + sharded + root_grads,
+                max(group, key=lambda one: one.full - one.saved + one.transient),
+            )
+            grads = size * self.width / 3 + widest.transient
+            yield Memory(0, held + grads, 0, saved + widest.full - widest.saved, 0, gathered, before)
             saved -= sum(piece.saved for piece in group)
             own = sum(piece.local for piece in group) * self.state * on_device
-            held = 0 if sums else size * self.width
-            yield Memory(
-                0, waiting + sharded + root_grads + held + own, 0, saved + self.residual, 0, gathered, size * reduced
-            )
-            waiting, sharded, before = waiting - size * self.reduced * sums, sharded + own, size * reduced
+            if reduces:
+                more = own + (0 if sums else size * self.width)
+                yield Memory(0, held + more, 0, saved + self.residual, 0, gathered, size * reduced)
+                waiting, sharded, before = waiting - size * self.reduced * sums, sharded + own, size * reduced
+            else:
+                yield Memory(0, held + size * max(begins, self.width), 0, saved + self.residual, 0, gathered)
+                waiting += size * begins
         stayed = sum(sizes) * stays * self.copies
         if stage == 0:
-            more = self.rows * self.model.hidden_size * self.width  # the embedding's gradient
+            more = head * (self.width + begins * casts)  # the embedding's gradient
             held = waiting + sharded + root_grads + more
             yield Memory(0, held, 0, self.residual / 2, 0, root * self.copies + stayed, before)
-        unsharded = root * (self.reduced if sums else self.width)
-        yield Memory(0, sharded + unsharded + root_local * self.state * on_device, 0, 0, 0, stayed, root * reduced)
+        if reduces:
+            unsharded = root * (self.reduced if sums else self.width)
+            yield Memory(0, sharded + unsharded + root_local * self.state * on_device, 0, 0, 0, stayed, root * reduced)
 
     def _head(self) -> Iterator[tuple[float, float]]:
         """Yields moments of the head's backward pass: bytes of logits, and of gradients of its weights."""

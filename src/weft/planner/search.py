@@ -137,7 +137,7 @@ class Search:
 
     def _never(self, candidate: Candidate) -> bool:
         """Whether activations alone, which do not depend on the data axes, exceed the device's memory."""
-        return self.bounds.kept(candidate) > self.capacity
+        return self.bounds.kept(candidate)[0] > self.capacity
 
     def _miss(self, needed: float, candidate: Candidate) -> None:
         """Records a candidate that does not fit, if no other of its mesh needs less."""

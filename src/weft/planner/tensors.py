@@ -33,7 +33,7 @@ class Saved:
         inputs: the residual stream before the block.
         everything: all tensors saved for backward, with `inputs`.
         selective: results of matrix products, attention and communication, which mode `selective` keeps.
-        transient: gradients that exist at once within the backward pass.
+        transient: gradients that exist at once within the backward pass, less what it has freed by then.
     """
 
     inputs: float
@@ -48,9 +48,22 @@ def saved_tensors(sizes: Sizes, layer: int) -> Saved:
     residual = shares.tokens / shares.mesh.tp * model.hidden_size * sizes.state
     inner, kept, widest = _mlp(sizes, layer)
     attention, kept_attention = _attention(sizes)
+    if sizes.cpu and _has_mask(shares) and model.slides(layer):  # the mask in the compute dtype
+        attention += masks_bytes(shares) * shares.width
     norms = 4 if model.norm_placement == "both" else 1 if model.use_parallel_residual else 2
     extra = 1 if sizes.cpu and model.norm == "rmsnorm" else 0
     return Saved(residual, residual * norms * (1 + extra) + attention + inner, kept + kept_attention, widest)
+
+
+def masks_bytes(shares: Shares) -> float:
+    """Returns the bytes of a micro-batch's mask on a CPU, one for each pair of tokens; 0 without a sliding window."""
+    return shares.tokens * shares.length * float(_has_mask(shares))
+
+
+def _has_mask(shares: Shares) -> bool:
+    window = shares.model.sliding_window
+    slides = any(map(shares.model.slides, range(shares.model.num_hidden_layers)))
+    return slides and window is not None and window < shares.length
 
 
 def _attention(sizes: Sizes) -> tuple[float, float]:
@@ -68,7 +81,7 @@ def _attention(sizes: Sizes) -> tuple[float, float]:
         total += tokens * (heads + groups) * model.qk_head_dim * 4 * (2 if sizes.cpu else 1)
     if model.mla is not None:
         total += tokens * (model.mla.kv_lora_rank + (model.mla.q_lora_rank or 0)) * (width + 4)
-    kept = held + out + statistics + tokens * model.hidden_size * width / shares.mesh.tp
+    kept = held + out + statistics + _product_bytes(shares)
     counts = model.num_attention_heads, model.num_attention_heads if model.mla else model.kv_heads
     method = sizes.cp_method
     exchanges = method == "all_to_all" or (method == "auto" and can_exchange_heads(counts, shares.mesh.tp, cp))
@@ -78,6 +91,12 @@ def _attention(sizes: Sizes) -> tuple[float, float]:
     return total, kept
 
 
+def _product_bytes(shares: Shares) -> float:
+    """Returns the bytes of the last product of attention or an MLP, and of the collectives of `tp` around it."""
+    size = shares.tokens * shares.model.hidden_size * float(shares.width)
+    return size if shares.mesh.tp == 1 else size * (2 + 1 / shares.mesh.tp)
+
+
 def _mlp(sizes: Sizes, layer: int) -> tuple[float, float, float]:
     """Returns the bytes that an MLP or experts save, those that mode `selective` keeps, and those of gradients."""
     shares, model = sizes.shares, sizes.shares.model
@@ -85,14 +104,14 @@ def _mlp(sizes: Sizes, layer: int) -> tuple[float, float, float]:
     if model.moe is None or not model.has_experts(layer):
         inner, into = max(1, model.inner_width // mesh.tp) * tokens * width, 2 if model.mlp == "gated" else 1
         normed = tokens * model.hidden_size * width
-        return normed + 2 * into * inner, into * inner + normed / mesh.tp, (into + 1) * inner
+        return normed + 2 * into * inner, into * inner + _product_bytes(shares), into * inner
     moe = model.moe
     rows, each = tokens * moe.num_experts_per_tok, max(1, (moe.moe_intermediate_size or model.inner_width) // mesh.tp)
     inner, wide = each * rows * width, rows * model.hidden_size * width
     router = tokens / mesh.tp * (model.hidden_size * 4 + moe.num_experts * 8)
-    total = router + (4 if mesh.ep > 1 else 2) * wide + 4 * inner + 16 * rows
-    kept = 2 * inner + 2 * wide
+    total = router + 2 * wide + 4 * inner + 16 * rows
+    kept = 2 * inner + (3 if mesh.ep > 1 else 2) * wide
     if moe.n_shared_experts:
         total += tokens * (model.hidden_size + 4 * each * moe.n_shared_experts) * width
         kept += tokens * 2 * each * moe.n_shared_experts * width
-    return total, kept, 3 * inner
+    return total, kept, 2 * inner
