@@ -1,5 +1,7 @@
 """Tiny models of every architecture that Weft exports to GGUF, for tests with and without llama.cpp."""
 
+import math
+
 SIZES = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
     "max_position_embeddings": 256,
@@ -17,6 +19,11 @@ _GEMMA = {
     "tie_word_embeddings": True, "head_dim": 32,
 }  # fmt: skip
 _LAYER_NORM = {"norm": "layernorm", "mlp": "plain", "attention_bias": True, "mlp_bias": True}
+_LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
+_GROUPS = EXPERTS | {
+    "moe_intermediate_size": 64, "n_shared_experts": 1, "scoring_func": "sigmoid", "correction_bias": True,
+    "routed_scaling_factor": 1.5, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
 
 # Name -> `model:` section.
 MODELS = {
@@ -63,6 +70,23 @@ MODELS = {
     },
     "gpt2": SIZES | _LAYER_NORM | {
         "family": "gpt2", "position": "learned", "hidden_act": "gelu_tanh", "tie_word_embeddings": True,
+    },
+    "deepseek_v2": SIZES | {
+        "family": "deepseek_v2", "num_hidden_layers": 3, "mla": _LATENT,
+        "attention_multiplier": 32**-0.5 * (1 + 0.1 * 0.9 * math.log(4)) ** 2,
+        "rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.9},
+        "moe": EXPERTS | {
+            "moe_intermediate_size": 64, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": False,
+            "routed_scaling_factor": 2.0,
+        },
+    },
+    "deepseek_v3": SIZES | {
+        "family": "deepseek_v3", "mla": _LATENT | {"q_lora_rank": 48},
+        "rms_norm_eps": 1e-6, "rope_scaling": {"rope_type": "linear", "factor": 3.0}, "moe": _GROUPS,
+    },
+    "deepseek_v3-halves": SIZES | {
+        "family": "deepseek_v3", "mla": _LATENT | {"q_lora_rank": 48, "rope_interleave": False}, "rms_norm_eps": 1e-2,
+        "moe": _GROUPS | {"topk_group": 2},
     },
     "mpt": SIZES | {
         "family": "mpt", "position": "alibi", "norm": "layernorm", "norm_bias": False, "mlp": "plain",

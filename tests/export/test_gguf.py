@@ -13,6 +13,8 @@ import pytest
 import torch
 from gguf_models import MODELS
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -55,6 +57,17 @@ def theirs(kind):
         model = Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=32, query_pre_attn_scalar=50, sliding_window=16))
     elif kind == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=3))
+    elif kind == "deepseek_v3":
+        experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+        latent = {
+            "kv_lora_rank": 24,
+            "q_lora_rank": 40,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 12,
+        }
+        more = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "rms_norm_eps": 1e-5}
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**SHAPE | more, **experts, **latent))
     else:
         model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4, n_positions=128))
     with torch.no_grad():
@@ -117,7 +130,7 @@ def test_llama_has_interleaved_queries_and_factors_of_frequencies(tmp_path, tiny
     assert modelfile == 'FROM ./model.gguf\nPARAMETER stop "<|endoftext|>"\nPARAMETER num_ctx 128\n'
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "mixtral", "deepseek_v3"])
 def test_import_returns_the_model_and_its_tokenizer(tmp_path, tiny_tokenizer, kind):
     model = theirs(kind)
     source = saved(tmp_path / "hf", model, tiny_tokenizer)
@@ -132,6 +145,9 @@ def test_import_returns_the_model_and_its_tokenizer(tmp_path, tiny_tokenizer, ki
     one, other = Tokenizer.load(tiny_tokenizer), Tokenizer.load(tmp_path / "again" / "tokenizer")
     assert [one.encode(text) for text in TEST_TEXTS] == [other.encode(text) for text in TEST_TEXTS]
     assert one.eod_id == other.eod_id
+    if kind == "deepseek_v3":
+        with pytest.raises(UserError, match="no adapter to latent attention; leave --adapter-only out"):
+            weft.export_model(source, tmp_path / "adapter.gguf", "gguf", adapter_only=True)
     if kind == "llama":
         assert ours.config.rope_scaling.rope_type == "llama3"
 
@@ -159,6 +175,11 @@ def test_every_architecture_has_the_names_of_the_gguf_library():
             skipped |= {"sliding_window", "layer_types", "max_position_embeddings"}
         if name == "olmoe":  # llama.cpp wants the output head, also if it is the embedding
             skipped |= {"tie_word_embeddings"}
+        if section.mla is not None:  # rotated pairs are adjacent, and all groups together are one
+            skipped |= {"mla", "moe"} if name.endswith("halves") else set()
+            skipped |= {"attention_multiplier"}
+            if name != "deepseek_v3":  # llama.cpp has another scale with linear scaling; the queries are divided by it
+                assert abs(found["attention_multiplier"] - expected["attention_multiplier"]) < 1e-6
         if name in ("gemma2", "gemma3"):  # the scale is part of the queries
             skipped |= {"attention_multiplier"}
         if section.rope_scaling is not None:
@@ -170,6 +191,17 @@ def test_every_architecture_has_the_names_of_the_gguf_library():
             assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(one, other, strict=True)), name
         for key in expected.keys() - skipped:
             assert (name, key, found[key]) == (name, key, expected[key])
+
+
+def test_what_llama_cpp_takes_for_another_deepseek_is_refused():
+    v2, v3 = MODELS["deepseek_v2"], MODELS["deepseek_v3"]
+    for given, said in (
+        (v3 | {"num_hidden_layers": 27}, "q_lora_rank is 48, but llama.cpp takes a model of 27 layers for one without"),
+        (v2 | {"moe": v2["moe"] | {"n_group": 2}}, "n_group is 2, but llama.cpp ranks groups by their best two"),
+        (v2 | {"moe": v2["moe"] | {"n_shared_experts": 0}}, "n_shared_experts is not set, which llama.cpp's"),
+    ):
+        with pytest.raises(UserError, match=said):
+            architecture_of(ModelSection(**given))
 
 
 def test_the_model_of_the_quickstart_needs_other_keys():

@@ -16,8 +16,9 @@ import torch
 from weft.checkpoint.adapter_record import read_adapter_record
 from weft.checkpoint.adapter_weights import Rounding
 from weft.checkpoint.gguf.architectures import Architecture
+from weft.checkpoint.gguf.latent import stored_part
 from weft.checkpoint.gguf.library import gguf_library
-from weft.checkpoint.gguf.metadata import architecture_of, write_metadata
+from weft.checkpoint.gguf.metadata import architecture_of, attention_scale, write_metadata
 from weft.checkpoint.gguf.special import SpecialTokens, read_special_tokens
 from weft.checkpoint.gguf.tensors import OUTPUT, layout, tensor_names
 from weft.checkpoint.gguf.tokenizer_json import PATTERN_NAMES
@@ -38,8 +39,8 @@ from weft.formatting import counted
 from weft.observe.console import Console
 
 FAMILIES = (
-    "gemma2, gemma3, gpt2, gpt_neox, gpt_oss, granite, llama, mistral, mixtral, mpt, olmo2, olmoe, phi3, qwen2, qwen3, "
-    "qwen3_moe, smollm3, starcoder2."
+    "deepseek_v2, deepseek_v3, gemma2, gemma3, gpt2, gpt_neox, gpt_oss, granite, llama, mistral, mixtral, mpt, olmo2, "
+    "olmoe, phi3, qwen2, qwen3, qwen3_moe, smollm3, starcoder2."
 )
 # The names of types -> GGUF's names of the tensor type, and numbers of the file type.
 TYPES = {
@@ -199,9 +200,9 @@ def _write_model(
 def _tensors(weights: Weights, section: ModelSection, kind: Architecture, type: str) -> Iterator[StoredTensor]:
     """Yields the tensors of a model, with llama.cpp's names and layouts."""
     keys = section.resolved()
-    expected = keys["attention_multiplier"] if kind.scale_in_keys else kind.attention_scale(keys)
+    expected = attention_scale(section, kind, keys)
     ratio = keys["attention_multiplier"] / expected
-    scaled = "attention.q_norm." if section.qk_norm else "attention.q_proj."
+    scaled = ("attention.q_norm.",) if section.qk_norm else ("attention.q_proj.", "attention.q_b_proj.")
     if abs(ratio - 1) < 1e-6:
         ratio = 1.0
     elif section.clip_qkv is not None:
@@ -212,14 +213,17 @@ def _tensors(weights: Weights, section: ModelSection, kind: Architecture, type: 
 
     def part(name: str) -> torch.Tensor:
         tensor = layout(section, kind, name, weights.tensors[name].full().float(), back=False)
-        return tensor * ratio if ratio != 1.0 and scaled in name else tensor
+        return tensor * ratio if ratio != 1.0 and any(one in name for one in scaled) else tensor
 
     for name, ours in tensor_names(section, kind).items():
         if missing := [one for one in ours if one not in weights.tensors]:
             raise UserError(f"{missing[0]}, which the model needs, is missing; use another checkpoint", weights.path)
         shapes = [weights.tensors[one].shape for one in ours]
-        shape = (sum(one[0] for one in shapes), *shapes[0][1:])
-        read = lambda ours=ours: torch.cat([part(one) for one in ours])  # noqa: E731
+        whole = torch.empty(sum(one[0] for one in shapes), *shapes[0][1:], device="meta")
+        shape = tuple(stored_part(section, name, whole).shape)
+        read = lambda name=name, ours=ours: stored_part(  # noqa: E731
+            section, name, torch.cat([part(one) for one in ours])
+        )
         yield StoredTensor(name, shape, _kind_of(name, shape, type), read)
 
 

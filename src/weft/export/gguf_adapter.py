@@ -9,6 +9,7 @@ import torch
 from weft.checkpoint.adapter_record import read_adapter_record
 from weft.checkpoint.adapter_weights import read_adapter
 from weft.checkpoint.gguf.architectures import Architecture
+from weft.checkpoint.gguf.metadata import attention_scale
 from weft.checkpoint.gguf.tensors import layout, tensor_names
 from weft.config.model import ModelSection
 from weft.errors import UserError
@@ -26,12 +27,16 @@ def adapter_tensors(source: Path, section: ModelSection, kind: Architecture) -> 
     Raises:
         UserError: the checkpoint has no adapter, or a GGUF adapter cannot express it.
     """
+    if section.mla is not None:
+        raise UserError(
+            "llama.cpp applies no adapter to latent attention; leave --adapter-only out to merge it", source
+        )
     record = read_adapter_record(source)
     if record is None:
         raise UserError("this model has no adapter; leave --adapter-only out", source)
     layers = read_adapter(source, record.section)
     keys = section.resolved()
-    ratio = 1.0 if kind.scale_in_keys else keys["attention_multiplier"] / kind.attention_scale(keys)
+    ratio = keys["attention_multiplier"] / attention_scale(section, kind, keys)
     with on_meta():
         shapes = {name: one.shape for name, one in Decoder(section).named_parameters()}
     found: dict[str, torch.Tensor] = {}

@@ -113,6 +113,30 @@ _MIXTRAL = {name: ours for name, ours in _LLAMA.items() if name not in _GATED} |
 _PHI3 = _ENDS | _NORMS | _FUSED_QKV | _PLAIN | _layer(ffn_up=("mlp.gate_proj", "mlp.up_proj"))
 _MOE_LIMIT = {"moe.decoder_sparse_step": (1,), "moe.mlp_only_layers": ([],)}
 
+_SHARED = _layer(
+    ffn_gate_shexp="mlp.shared.gate_proj", ffn_up_shexp="mlp.shared.up_proj", ffn_down_shexp="mlp.shared.down_proj"
+)
+# `attn_k_b` and `attn_v_b` are parts of one matrix (`latent.stored_part`).
+_LATENT = _OUT | _layer(
+    attn_q="attention.q_proj", attn_q_a="attention.q_a_proj", attn_q_a_norm="attention.q_a_norm",
+    attn_q_b="attention.q_b_proj", attn_kv_a_mqa="attention.kv_a_proj", attn_kv_a_norm="attention.kv_a_norm",
+    attn_k_b="attention.kv_b_proj", attn_v_b="attention.kv_b_proj",
+)  # fmt: skip
+_DEEPSEEK = Architecture(
+    "deepseek2", "deepseek_v2",
+    _ENDS | _NORMS | _LATENT | _GATED | _EXPERTS | _SHARED
+    | _layer(**{"exp_probs_b.bias": "mlp.router.correction_bias"}),
+    {
+        **{key: name for key, name in _ROTARY.items() if key != "head_dim"}, **_EXPERT_KEYS,
+        "mla.q_lora_rank": "attention.q_lora_rank", "mla.kv_lora_rank": "attention.kv_lora_rank",
+        "moe.moe_intermediate_size": "expert_feed_forward_length", "moe.n_shared_experts": "expert_shared_count",
+        "moe.first_k_dense_replace": "leading_dense_block_count", "moe.routed_scaling_factor": "expert_weights_scale",
+        "moe.norm_topk_prob": "expert_weights_norm", "moe.n_group": "expert_group_count",
+        "moe.topk_group": "expert_group_used_count",
+    },
+    limits={**_NO_BIASES, "attention_output_bias": (False,), "mlp_bias": (False,), **_MOE_LIMIT},
+)  # fmt: skip
+
 # Weft's family -> the architecture in which its models are stored.
 ARCHITECTURES = {
     "llama": Architecture(
@@ -164,6 +188,8 @@ ARCHITECTURES = {
         limits={"attention_bias": (True,), "moe.swiglu_limit": (7.0,)}, own_output=True, windows=True,
     ),
     "phi3": Architecture("phi3", "phi3", _PHI3, square=True, scalings=_LONG),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
     "granite": Architecture(
         "granite", "granite", _LLAMA, {**_ROTARY, **_SCALES}, limits={**_ALL_BIASES, "mlp_bias": (False,)},
         interleaved=True, factors=True, scalings=_LONG, scale_in_keys=True,

@@ -9,6 +9,14 @@ from typing import Any
 import torch
 
 from weft.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from weft.checkpoint.gguf.latent import (
+    NUMBERS,
+    check_latent,
+    latent_metadata,
+    latent_scale,
+    read_latent,
+    read_latent_scale,
+)
 from weft.checkpoint.gguf.rope import SCALING_NUMBERS, read_rope_scaling, rope_metadata
 from weft.config.model import ModelSection
 from weft.errors import UserError
@@ -19,7 +27,7 @@ _PATTERN = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}  # llama.cpp's intervals of 
 _CAPS = {"attn_logit_softcapping": 50.0, "logit_softcap": 30.0}  # llama.cpp's default for Gemma 2
 _WINDOW_PATTERN, _VALUE_LENGTH = "attention.sliding_window_pattern", "attention.value_length"
 _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-_NUMBERS = ("rope.dimension_count", "attention.key_length", *SCALING_NUMBERS)
+_NUMBERS = ("rope.dimension_count", "attention.key_length", *SCALING_NUMBERS, *NUMBERS)
 _LARGEST = 2**28  # of whole numbers; sizes of matrices do not overflow
 _FLOATS = ("_eps", "_theta", "_freq", "_multiplier", "_scaling", "_softcapping", "_softcap", "_max", "clip_qkv")
 
@@ -61,7 +69,16 @@ def architecture_of(section: ModelSection) -> Architecture:
                 f"model.{key} is {value!r}, but llama.cpp's architecture {kind.name} supports only "
                 f"{' or '.join(map(repr, allowed))}; use --to hf or --to torch"
             )
+    if kind.name == "deepseek2":
+        check_latent(section)
     return kind
+
+
+def attention_scale(section: ModelSection, kind: Architecture, keys: Mapping[str, Any]) -> float:
+    """Returns the factor of the dot products of queries and keys in llama.cpp, for the resolved keys of a section."""
+    if kind.scale_in_keys:
+        return keys["attention_multiplier"]
+    return latent_scale(section, keys) if section.mla is not None else kind.attention_scale(keys)
 
 
 def write_metadata(section: ModelSection, kind: Architecture) -> tuple[dict[str, Any], dict[str, torch.Tensor], list]:
@@ -89,6 +106,8 @@ def write_metadata(section: ModelSection, kind: Architecture) -> tuple[dict[str,
     if section.position == "rope":
         scaling, factors = rope_metadata(section)
         found |= {"rope.dimension_count": section.rotary_dim, **scaling}
+    if section.mla is not None:
+        latent_metadata(section, keys, found)
     return {f"{kind.name}.{name}": value for name, value in found.items()}, factors, warnings
 
 
@@ -137,7 +156,8 @@ def read_section(
         known = {kind.name: kind.family for kind in ARCHITECTURES.values()}
         if name not in known:
             raise UserError(f"general.architecture is {name!r}, which is not supported; use one of {', '.join(known)}")
-        family = known[name]
+        gating = metadata.get("deepseek2.expert_gating_func")
+        family = "deepseek_v3" if name == "deepseek2" and gating == 2 else known[name]
     kind = ARCHITECTURES[family]
     given = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     for key in {*kind.keys.values(), *_NUMBERS} & given.keys():
@@ -158,16 +178,19 @@ def read_section(
     biases = {"attention_bias": "attn_q", "attention_output_bias": "attn_output", "mlp_bias": "ffn_up"}
     for key, tensor in biases.items():
         keys.setdefault(key, f"blk.0.{tensor}.bias" in tensors)
+    if kind.name == "deepseek2":
+        read_latent(keys, given)
     keys |= _read_constants(kind, keys, given)
     if (scaling := read_rope_scaling(given, factors, keys)) is not None:
         keys["rope_scaling"] = scaling
-    return ModelSection(**keys)
+    section = ModelSection(**keys)
+    return section.model_copy(update=read_latent_scale(section, given)) if section.mla is not None else section
 
 
 def _read_constants(kind: Architecture, keys: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns keys of `model:` that depend on several metadata keys or on llama.cpp's constants."""
     found: dict[str, Any] = {}
-    if "rope.dimension_count" in given:
+    if "rope.dimension_count" in given and "mla" not in keys:
         head = given.get("attention.key_length", keys["hidden_size"] // keys["num_attention_heads"])
         rotary = given["rope.dimension_count"]
         if rotary % 2 or not 0 < rotary <= head:

@@ -14,10 +14,10 @@ from weft.errors import UserError
 from weft.models.layers.rope import rotary_cos_sin
 
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-_TYPE, _FACTOR, _ORIGINAL = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
-_ATTENTION = "rope.scaling.attn_factor"
+_TYPE, FACTOR, _ORIGINAL = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
+ATTENTION = "rope.scaling.attn_factor"
 _BETAS = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
-SCALING_NUMBERS = (_FACTOR, _ORIGINAL, _ATTENTION, *_BETAS.values())
+SCALING_NUMBERS = (FACTOR, _ORIGINAL, ATTENTION, *_BETAS.values())
 # Llama 3.1's constants, by which the scaling is recognized in factors.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -33,7 +33,7 @@ def rope_metadata(section: ModelSection) -> tuple[dict[str, Any], dict[str, torc
         return {}, {}
     kind, original = scaling.rope_type, scaling.original_max_position_embeddings
     if kind == "linear":
-        return {_TYPE: "linear", _FACTOR: float(scaling.factor)}, {}
+        return {_TYPE: "linear", FACTOR: float(scaling.factor)}, {}
     if kind == "llama3":
         return {}, {FREQS: _llama3_factors(section, scaling)}
     if kind == "longrope":
@@ -41,7 +41,7 @@ def rope_metadata(section: ModelSection) -> tuple[dict[str, Any], dict[str, torc
         if factor is None:
             factor = math.sqrt(1 + math.log(max(scaling.factor, 1.0)) / math.log(original or 2))
         tensors = {LONG: torch.tensor(scaling.long_factor), SHORT: torch.tensor(scaling.short_factor)}
-        return {_TYPE: "longrope", _ORIGINAL: original, _ATTENTION: factor}, tensors
+        return {_TYPE: "longrope", _ORIGINAL: original, ATTENTION: factor}, tensors
     if kind != "yarn" or not scaling.truncate:
         what = "rope_type" if kind != "yarn" else "truncate"
         raise UserError(
@@ -50,11 +50,11 @@ def rope_metadata(section: ModelSection) -> tuple[dict[str, Any], dict[str, torc
     # llama.cpp multiplies queries and keys by 1 + log(factor) / 10 and by this key.
     growth = 1 + 0.1 * math.log(max(scaling.factor, 1.0))
     betas = {key: getattr(scaling, name) for name, key in _BETAS.items()}
-    attention = _attention_factor(section) / growth
-    return {_TYPE: "yarn", _FACTOR: float(scaling.factor), _ORIGINAL: original, _ATTENTION: attention, **betas}, {}
+    attention = attention_factor(section) / growth
+    return {_TYPE: "yarn", FACTOR: float(scaling.factor), _ORIGINAL: original, ATTENTION: attention, **betas}, {}
 
 
-def _attention_factor(section: ModelSection) -> float:
+def attention_factor(section: ModelSection) -> float:
     """Returns the factor by which rotated queries and keys are multiplied: the cosine at position 0."""
     cos, _ = rotary_cos_sin(
         torch.zeros(1, 1), section.rotary_dim, section.rope_theta, torch.float64, section.rope_scaling
@@ -87,15 +87,15 @@ def read_rope_scaling(
     context = section["max_position_embeddings"]
     if FREQS in factors:
         return _scaling_of_factors(factors[FREQS], section)
-    kind, factor = metadata.get(_TYPE, "linear"), metadata.get(_FACTOR, 1.0)
+    kind, factor = metadata.get(_TYPE, "linear"), metadata.get(FACTOR, 1.0)
     original = metadata.get(_ORIGINAL, context)
     if LONG in factors and SHORT in factors:
         lists = {"short_factor": factors[SHORT].tolist(), "long_factor": factors[LONG].tolist()}
         lengths = {"factor": max(1.0, context / original), "original_max_position_embeddings": original}
-        return {"rope_type": "longrope", **lists, **lengths, "attention_factor": metadata.get(_ATTENTION, 1.0)}
+        return {"rope_type": "longrope", **lists, **lengths, "attention_factor": metadata.get(ATTENTION, 1.0)}
     if kind == "yarn":
         betas = {name: metadata[key] for name, key in _BETAS.items() if key in metadata}
-        attention = metadata.get(_ATTENTION, 1.0) * (1 + 0.1 * math.log(max(factor, 1.0)))
+        attention = metadata.get(ATTENTION, 1.0) * (1 + 0.1 * math.log(max(factor, 1.0)))
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         return {**scaling, **betas, "attention_factor": attention}
     return None if kind == "none" or factor in (0.0, 1.0) else {"rope_type": "linear", "factor": factor}

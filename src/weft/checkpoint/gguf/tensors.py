@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.checkpoint.gguf.architectures import Architecture
+from weft.checkpoint.gguf.latent import latent_layout
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.models.decoder import Decoder
@@ -22,7 +23,10 @@ def tensor_names(section: ModelSection, kind: Architecture) -> dict[str, tuple[s
     """
     with on_meta():
         names = list(saved_tensors(Decoder(section)))
-    places = {name: (stem, list(ours)) for stem, ours in kind.tensors.items() for name in ours}
+    places: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
+    for stem, ours in kind.tensors.items():
+        for name in ours:
+            places.setdefault(name, []).append((stem, ours))
     found: dict[str, tuple[str, ...]] = {}
     for name in names:
         layer = name.split(".")[1] if name.startswith("layers.") else ""
@@ -30,14 +34,14 @@ def tensor_names(section: ModelSection, kind: Architecture) -> dict[str, tuple[s
         module, _, ending = generic.rpartition(".")
         if generic in places:  # a single tensor, such as stacked experts
             module, suffix = generic, ""
-            ending = "bias" if places[generic][0].endswith(".bias") else "weight"
+            ending = "bias" if places[generic][0][0].endswith(".bias") else "weight"
         elif module in places:
             suffix = f".{ending}"
         else:
             raise UserError(f"{name}: llama.cpp's architecture {kind.name} has no such tensor; use --to hf")
-        stem, parts = places[module]
-        ours = tuple(part.replace("{n}", layer) + suffix for part in parts)
-        found[f"{stem.removesuffix('.bias').replace('{n}', layer)}.{ending}"] = ours
+        for stem, parts in places[module]:
+            ours = tuple(part.replace("{n}", layer) + suffix for part in parts)
+            found[f"{stem.removesuffix('.bias').replace('{n}', layer)}.{ending}"] = ours
     if kind.own_output:
         found.setdefault(OUTPUT, (EMBEDDING,))
     return found
@@ -54,6 +58,8 @@ def layout(section: ModelSection, kind: Architecture, name: str, tensor: torch.T
         tensor: the tensor; of an adapter, the matrix B of `name`.
         back: whether to convert from GGUF's layout to Weft's.
     """
+    if section.mla is not None:
+        return latent_layout(section, name, tensor, back=back)
     heads = {"q_proj": section.num_attention_heads, "k_proj": section.kv_heads}.get(name.split(".")[-2])
     if kind.interleaved and heads:
         shape = (heads, -1, 2) if back else (heads, 2, tensor.shape[0] // heads // 2)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from weft.checkpoint.gguf.latent import K_B, V_B, joined_parts, stored_part
 from weft.checkpoint.gguf.library import gguf_library, open_gguf
 from weft.checkpoint.gguf.metadata import read_section
 from weft.checkpoint.gguf.rope import FREQS, LONG, SHORT
@@ -159,17 +160,26 @@ def _entries(
         if name == OUTPUT and section.tie_word_embeddings:
             continue
         start, tensor = 0, stored[name]
-        rows = sum(shapes[one][0] for one in ours)
-        if _shape(tensor) != (rows, *shapes[ours[0]][1:]):
-            expected = [rows, *shapes[ours[0]][1:]]
+        whole = torch.empty(sum(shapes[one][0] for one in ours), *shapes[ours[0]][1:], device="meta")
+        expected = list(stored_part(section, name, whole).shape)
+        if list(_shape(tensor)) != expected:
             raise UserError(f"{name} has the shape {list(_shape(tensor))}, but the metadata describe {expected}")
         saved = _DTYPES.get(tensor.tensor_type.name, torch.bfloat16)
+        if name.endswith((K_B, V_B)):  # parts of one tensor
+            if name.endswith(K_B):
+                read = partial(_read_joined, tensor, stored[name.replace(K_B, V_B)])
+                entries.append(Entry(MODEL_PREFIX + ours[0], saved_dtype(ours[0], dtype, saved), shapes[ours[0]], read))
+            continue
         for one in ours:
             end = start + shapes[one][0]
             read = partial(_read_rows, section, kind, one, tensor, start, end)
             entries.append(Entry(MODEL_PREFIX + one, saved_dtype(one, dtype, saved), shapes[one], read))
             start = end
     return entries
+
+
+def _read_joined(keys: Any, values: Any) -> torch.Tensor:
+    return joined_parts(_values(keys), _values(values))
 
 
 def _read_rows(section: ModelSection, kind: Architecture, name: str, tensor: Any, start: int, end: int) -> torch.Tensor:
