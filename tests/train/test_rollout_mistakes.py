@@ -231,6 +231,10 @@ def test_a_token_store_and_a_wrong_weight_are_one_mistake_each(run_yaml, tiny_st
     with pytest.raises(ConfigError) as raised:
         RunConfig.load(run_yaml(**settings({"reward": {"rollout_rewards:letters": "two"}})))
     assert [problem.key for problem in raised.value.problems] == ["objective.reward.rollout_rewards:letters"]
+    for wrong in ({"reward": ""}, {"tools": "x", "max_turns": 2}, {"group": 10**30}):
+        with pytest.raises(ConfigError) as raised:
+            RunConfig.load(run_yaml(**settings(wrong)))
+        assert [problem.key for problem in raised.value.problems] == [f"objective.{next(iter(wrong))}"]
 
 
 @pytest.mark.parametrize("data", [{"train": "missing.jsonl"}, {"validation": "missing.jsonl"}])

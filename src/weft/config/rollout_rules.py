@@ -84,7 +84,7 @@ def _check_functions(draft: Draft) -> None:
             "objective.reward",
             "required: a function that returns rewards, as module:function, or the path of a reward model; add it",
         )
-    rewards: list[str] = [reward] if isinstance(reward, str) else list(reward or ())
+    rewards: list[str] = [reward] if reward and isinstance(reward, str) else list(reward or ())
     for name in dict.fromkeys(rewards):
         if rewards.count(name) > 1:
             what = f"{name!r} is listed {rewards.count(name)} times, but counts once; remove it, or give weights"
@@ -101,7 +101,7 @@ def _check_functions(draft: Draft) -> None:
     if tools and turns == 1:
         what = "1 turn has no room for the result of a tool; set 2 or more, or remove tools"
         draft.report("objective.max_turns", what, "objective.tools")
-    if not tools and isinstance(turns, int) and turns > 1:
+    if not tools and "objective.tools" in draft.values and isinstance(turns, int) and turns > 1:
         what = f"{turns} turns have no effect without tools; set objective.tools, or remove the key"
         draft.report("objective.max_turns", what)
 
