@@ -52,7 +52,7 @@ chaos: $(STAMP) ## inject faults into real runs, and kill a run fifty times on e
 	@.venv/bin/python benchmarks/chaos.py --out $(OUT) $(BENCH)
 
 # The clients' libraries have an environment of their own, without Weft. EXAMPLES: requests per operation of the fuzzer.
-serve-check: $(STAMP) .venv-clients/.installed ## check the server with openai, LangChain, LiteLLM and a fuzzer (EXAMPLES=60), and the chat page in Chromium
+serve-check: $(STAMP) .venv-clients/.installed ## check the server with openai, LangChain, LiteLLM, lm-evaluation-harness and a fuzzer (EXAMPLES=60), and the chat page in Chromium
 	@.venv/bin/python -m pytest -q -n 2 -m browser tests/serve $(ARGS) || [ $$? = 5 ] # 5: ARGS chooses none
 	@WEFT_PYTHON=$(CURDIR)/.venv/bin/python .venv-clients/bin/python -m pytest -q -c /dev/null -p no:cacheprovider \
 	  --rootdir tests/serve/clients --confcutdir tests/serve/clients -o python_files='check_*.py' tests/serve/clients $(ARGS)
@@ -61,7 +61,7 @@ serve-check: $(STAMP) .venv-clients/.installed ## check the server with openai, 
 	@echo "Installing clients' libraries into .venv-clients (once) ..."
 	@rm -f $@
 	@$(PYTHON) -m venv --clear .venv-clients
-	@.venv-clients/bin/python -m pip install -qq --disable-pip-version-check --only-binary :all: -r $<
+	@.venv-clients/bin/python -m pip install -qq --disable-pip-version-check --prefer-binary -r $<
 	@touch $@
 
 EXPORT_TOOLS := torchtitan stablehlo tvm executorch

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from weft.data.conversations.messages import REASONING
 from weft.data.conversations.template import ChatTemplate, TemplateSource
@@ -96,5 +97,17 @@ def test_names_without_effect_are_refused(serve, tools_model):
         kept = {"messages": [USER], "chat_template_kwargs": {"bos_token": "Ka"}}
         tokens = (await client.post("/tokenize", json=kept)).json()["tokens"]
         assert client.models[0].tokenizer.decode(tokens).startswith("Ka")
+
+    serve(test, folder=tools_model)
+
+
+def test_the_tokenizer_is_described(serve, tools_model):
+    async def test(client):
+        info = (await client.get("/tokenizer_info", params={"model": "tiny"})).json()
+        theirs = AutoTokenizer.from_pretrained(tools_model)
+        assert (info["bos_token"], info["eos_token"]) == (theirs.bos_token, theirs.eos_token)
+        assert info["chat_template"] == theirs.chat_template
+        assert info["model_max_length"] == 512
+        assert (await client.get("/tokenizer_info", params={"model": "no"})).json()["error"]["param"] == "model"
 
     serve(test, folder=tools_model)

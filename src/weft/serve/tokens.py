@@ -1,4 +1,4 @@
-"""The endpoints `/tokenize` and `/detokenize`, with the bodies of vLLM's."""
+"""The endpoints `/tokenize`, `/detokenize` and `/tokenizer_info`, with the bodies of vLLM's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from weft.data.conversations.template import special_tokens
 from weft.serve.completions import template_messages
 from weft.serve.errors import ApiError
 from weft.serve.json_route import JsonRoute
@@ -27,6 +28,15 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     ids = await asyncio.to_thread(_encode, model, adapter, body)
     texts = [token_text(model.tokenizer, id) for id in ids] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.window, "tokens": ids, "token_strs": texts}
+
+
+@router.get("/tokenizer_info")
+async def describe_tokenizer(request: Request, model: str | None = None) -> dict[str, Any]:
+    """Describes the tokenizer of a model: its special tokens, and the chat template."""
+    served, adapter = services_of(request).models.find(model)
+    names = await asyncio.to_thread(special_tokens, served.tokenizer.path)
+    chat = (adapter and adapter.chat) or served.chat
+    return {**names, "chat_template": chat and chat.template.source.source, "model_max_length": served.window}
 
 
 @router.post("/detokenize")

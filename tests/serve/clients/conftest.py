@@ -30,7 +30,8 @@ def pytest_configure(config):
     config.weft_folder = tempfile.TemporaryDirectory()
     folder = Path(config.weft_folder.name)
     subprocess.run([python, HERE / "make_model.py", folder], check=True, timeout=300)
-    words = ["serve", folder / "tiny", "--port", "0", "--api-key", KEY, "--max-waiting", "64"]
+    config.weft_model = str(folder / "tiny")
+    words = ["serve", config.weft_model, "--port", "0", "--api-key", KEY, "--max-waiting", "64"]
     with open(folder / "server.log", "w") as log:
         process = subprocess.Popen([python, "-m", "weft", *words], stdout=subprocess.PIPE, stderr=log, text=True)
     line = process.stdout.readline()
