@@ -56,6 +56,12 @@ def test_a_server_ends_after_its_requests(start, tmp_path):
     process, client = start("--max-batch", "1")
     assert client.get("/v1/models", headers={"authorization": ""}).status_code == 401
     assert client.get("/health", headers={"authorization": ""}).status_code == 200
+    assert client.get("/health", headers={"x": "a" * 2**15}).status_code == 200
+    try:
+        status = client.get("/health", headers={"x": "a" * 2**23}).status_code
+    except httpx.TransportError:  # the server closes the connection before the header has been sent
+        status = 431
+    assert status == 431
     # A client that closes its connection frees the only place.
     with client.stream("POST", "/v1/completions", json=ENDLESS) as response:
         next(response.iter_lines())

@@ -13,6 +13,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weft.errors import UserError
 from weft.observe.status import doing
@@ -21,6 +22,8 @@ from weft.serve.services import Services
 
 AFTER_DRAIN = 5.0  # seconds in which clients can read the errors of requests that the drain timeout ended
 AFTER_FORCE = 0.3  # seconds, as above, after a second Ctrl-C
+
+MAX_HEADER = 2**16  # bytes
 
 logger = logging.getLogger("weft.serve")
 
@@ -48,6 +51,30 @@ def _unusable(host: str, port: int, error: Exception) -> UserError:
     return UserError(f"cannot listen on {host} port {port}: {why}; choose another --port (0: any) or --host")
 
 
+class Connection(HttpToolsProtocol):
+    """A connection that ends with the status 431 if the header of a request is larger than `MAX_HEADER`.
+
+    Headers that arrive in one piece, which has at most 256 KiB, can be larger.
+    """
+
+    _in_header, _bytes = False, 0
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_header, self._bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        self._in_header = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        self._bytes += len(data)
+        super().data_received(data)
+        if self._in_header and self._bytes > MAX_HEADER:
+            self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
+            self.transport.close()
+
+
 class Server(uvicorn.Server):
     """A server that ends requests in order: at the first signal it accepts no more, and at the second it ends at once.
 
@@ -61,6 +88,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, drain_timeout: float, ready: Callable[[], None], access_log: bool = True):
         config = uvicorn.Config(
             app,
+            http=Connection,
             log_config=None,
             access_log=access_log,
             server_header=False,
