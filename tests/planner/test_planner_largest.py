@@ -6,9 +6,8 @@ from test_planner_step import run  # noqa: F401 - a fixture
 
 from weft.config.derive import batch_sequences
 from weft.errors import UserError
-from weft.planner.largest import devices_for, largest
+from weft.planner.largest import largest
 from weft.planner.memory import memory_of
-from weft.planner.step import predict
 
 
 def of(memory_gb: float):
@@ -61,13 +60,3 @@ def test_the_largest_model_uses_nearly_all_memory_and_grows_with_devices(run):  
 def test_nothing_that_fits_is_said_with_remedies(run):  # noqa: F811
     with pytest.raises(UserError, match=r"smallest micro-batch.*more devices"):
         largest("micro_batch", run(), 1, of(1.2))
-
-
-def test_as_many_devices_as_the_days_ask_for(run):  # noqa: F811
-    config, hardware = run(), of(80)
-    alone = predict(config, 1, hardware).step_seconds * 1000 / 86_400
-    devices, chosen, days = devices_for(alone / 3.5, config, 1000, hardware)
-    assert (devices, days <= alone / 3.5) == (4, True)
-    assert days == pytest.approx(predict(chosen, 4, hardware).step_seconds * 1000 / 86_400)
-    with pytest.raises(UserError, match=r"the shortest is .* days on"):
-        devices_for(alone / 1e6, config, 1000, hardware)

@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", nargs="?", help="the YAML file of the run")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override values in FILE")
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices, one rank each")
+    parser.add_argument(
+        "--days", type=float, metavar="N", help="find the smallest number of devices that train the run in N days"
+    )
     parser.add_argument("--hardware", metavar="NAME", help=f"a hardware file, or its path: {names}")
     parser.add_argument(
         "--budget", type=float, metavar="FLOPS", help="print compute-optimal sizes for these FLOPs in place of plans"
@@ -51,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with the plans under `plans`, best first")
     parser.add_argument("--apply", metavar="OUT", help="write a run file that extends FILE with the best plan's keys")
+    parser.add_argument(
+        "--picture", metavar="OUT.html", help="write a page with the plans by memory and time, and a timeline of a step"
+    )
     parser.add_argument(
         "--try",
         dest="tried",
@@ -70,21 +76,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import json
     from pathlib import Path
 
-    from weft.errors import UserError
-    from weft.formatting import counted
     from weft.observe.console import Console
     from weft.planner.hardware import load_hardware
-    from weft.planner.plan_text import plans_text, write_plan
-    from weft.planner.simulate_plan import simulated_text
+    from weft.planner.plan_text import write_plan
 
     if args.budget is not None:
         return print_budget(args)
+    check(args)
+    hardware, console = load_hardware(args.hardware), Console()
+    if args.price is not None:
+        hardware = hardware.model_copy(update={"price_per_hour": args.price})
+    config = load(args, console)
+    if args.tried:
+        check_trial(args, hardware, console)
+    plans, about = find(args, config, hardware)
+    measured = try_plans(plans, args.tried, console)
+    if args.apply is not None:
+        write_plan(plans.best[0], args.file, Path(args.apply))
+    largest = find_largest(args, plans, hardware) if args.largest is not None else {}
+    simulated = simulate(args, plans)
+    devices = plans.best[0].devices
+    if args.picture is not None:
+        write_picture(args, plans, config, hardware)
+    if args.json:
+        print_json(args, plans, measured, {"devices": devices} | about | largest, simulated)
+    else:
+        print_text(args, plans, measured, about | largest, simulated)
+        for out, use in ((args.apply, f"train with `weft train {args.apply}`"), (args.picture, "open it in a browser")):
+            if out is not None:
+                console.line(f"wrote {out}; {use}")
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UserError for options that are missing, not possible or have no meaning together."""
+    from pathlib import Path
+
+    from weft.cli.options import refuse_other_options
+    from weft.errors import UserError
+
     if args.scaling is not None:
         raise UserError("--scaling is for compute-optimal sizes; also give --budget FLOPS")
-    for name, value in (("FILE", args.file), ("--devices", args.devices), ("--hardware", args.hardware)):
+    if args.days is not None:
+        used = ("--hardware", "--limit", "--largest", "--json", "--apply", "--picture", "--simulate", "--price")
+        refuse_other_options(args, "--days", *used)
+        if not 0 < args.days < float("inf"):
+            raise UserError(f"--days {args.days:g}: use a positive number")
+    count = ("--devices", args.devices if args.days is None else args.days)
+    for name, value in (("FILE", args.file), count, ("--hardware", args.hardware)):
         if value is None:
             raise UserError(f"weft plan: required: {name} (weft plan --help), or --budget")
     for option, value in (("--devices", args.devices), ("--limit", args.limit)):
@@ -94,40 +135,66 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--price {args.price:g}: use a positive number")
     if args.apply is not None and args.overrides:
         raise UserError("--apply writes a file that extends FILE, without overrides; write them to FILE")
-    hardware, console = load_hardware(args.hardware), Console()
-    if args.price is not None:
-        hardware = hardware.model_copy(update={"price_per_hour": args.price})
-    config = load(args, console)
-    if args.tried:
-        check_trial(args, hardware, console)
-    plans = find(args, config, hardware)
-    measured = try_plans(plans, args.tried, console)
-    if args.apply is not None:
-        write_plan(plans.best[0], args.file, Path(args.apply))
-    largest = find_largest(args, plans, hardware) if args.largest is not None else {}
-    simulated = simulate(args, plans)
-    if args.json:
-        about = {"file": args.file, "devices": args.devices, "hardware": args.hardware} | largest
-        about |= {"simulated": [one.as_dict() for one in simulated]} if args.simulate else {}
-        found = plans.as_dict()
-        for plan, tried in zip(found["plans"], measured, strict=False):
-            plan |= {"measured_seconds": tried and tried.seconds, "measured_bytes": tried and tried.peak_bytes}
-        print(json.dumps(about | found, indent=2))
-        return 0
-    title = f"{args.file} on {counted(args.devices, 'device')}: {hardware.device.name} ({args.hardware})"
+    if args.picture is not None and Path(args.picture).suffix not in (".html", ".htm"):
+        raise UserError(f"--picture {args.picture}: the picture is an HTML page; give a name that ends in .html")
+
+
+def print_json(
+    args: argparse.Namespace, plans: Plans, measured: list[Tried | None], about: dict, simulated: list[Compared]
+) -> None:
+    """Prints everything as JSON."""
+    import json
+
+    found = {"file": args.file, "hardware": args.hardware} | about
+    found |= {"simulated": [one.as_dict() for one in simulated]} if args.simulate else {}
+    found |= plans.as_dict()
+    for plan, tried in zip(found["plans"], measured, strict=False):
+        plan |= {"measured_seconds": tried and tried.seconds, "measured_bytes": tried and tried.peak_bytes}
+    print(json.dumps(found, indent=2))
+
+
+def print_text(
+    args: argparse.Namespace, plans: Plans, measured: list[Tried | None], about: dict, simulated: list[Compared]
+) -> None:
+    """Prints the plans for people."""
+    from weft.formatting import counted
+    from weft.planner.plan_text import plans_text
+    from weft.planner.simulate_plan import simulated_text
+
+    best = plans.best[0]
+    title = f"{args.file} on {counted(best.devices, 'device')}: {best.hardware.device.name} ({args.hardware})"
     if plans.considered:
         title += f"; {plans.considered:,} plans considered, {plans.predicted:,} predicted"
-    print(plans_text(plans, title, hardware))
+    print(plans_text(plans, title, best.hardware))
     print(simulated_text(simulated), end="")
     for number, (plan, tried) in enumerate(zip(plans.best, measured, strict=False), start=1):
         predicted = plan.prediction.step_seconds
         result = "out of memory" if tried is None else f"{tried.seconds:.3g} s ({predicted / tried.seconds - 1:+.0%})"
         print(f"plan {number}: predicted {predicted:.3g} s per step, measured {result}")
-    for what, value in largest.items():
-        print(f"  {what.replace('_', ' ')}: {value:,}")
-    if args.apply is not None:
-        console.line(f"wrote {args.apply}; train with `weft train {args.apply}`")
-    return 0
+    for what, value in about.items():
+        if what == "tried":
+            print("  days by devices: " + ", ".join(f"{count}: {_days(days)}" for count, days in value.items()))
+        elif what != "days":
+            print(f"  {what.replace('_', ' ')}: {value:,}")
+
+
+def _days(days: float | None) -> str:
+    return "no plan fits" if days is None else f"{days:,.4g}"
+
+
+def write_picture(args: argparse.Namespace, plans: Plans, config: RunConfig, hardware: Hardware) -> None:
+    """Writes the page of `--picture`. With `--keep-mesh` there is no front, since no other plan is searched."""
+    from pathlib import Path
+
+    from weft.files import replace_file, report_write_errors
+    from weft.formatting import counted
+    from weft.planner.plan_picture import front, plans_page
+
+    path, devices = Path(args.picture), plans.best[0].devices
+    on_front = plans.best[:1] if args.keep_mesh else front(plans, config, devices, hardware)
+    title = f"{args.file} on {counted(devices, 'device')}: {hardware.device.name}"
+    with report_write_errors(path):
+        replace_file(path, plans_page(plans, on_front, title))
 
 
 def print_budget(args: argparse.Namespace) -> int:
@@ -207,18 +274,24 @@ def load(args: argparse.Namespace, console) -> RunConfig:
     return config
 
 
-def find(args: argparse.Namespace, config: RunConfig, hardware: Hardware) -> Plans:
-    """Returns the plans that the arguments ask for.
+def find(args: argparse.Namespace, config: RunConfig, hardware: Hardware) -> tuple[Plans, dict[str, Any]]:
+    """Returns the plans that the arguments ask for; with `--days`, also the days of the numbers of devices tried.
 
     Raises:
         UserError: no plan fits, or the run cannot be predicted.
     """
+    from functools import partial
+
+    from weft.planner.devices_for import devices_for
     from weft.planner.plan import Plans, plan_of
     from weft.planner.search import search
 
+    if args.days is not None:
+        enough = devices_for(args.days, config, hardware, partial(search, limit=args.limit))
+        return enough.plans, {"days": args.days, "tried": enough.tried}
     if args.keep_mesh:
-        return Plans([plan_of(config, args.devices, hardware)], [], 1, 0)
-    return search(config, args.devices, hardware, limit=args.limit)
+        return Plans([plan_of(config, args.devices, hardware)], [], 1, 0), {}
+    return search(config, args.devices, hardware, limit=args.limit), {}
 
 
 def find_largest(args: argparse.Namespace, plans: Plans, hardware: Hardware) -> dict[str, int]:
@@ -229,5 +302,5 @@ def find_largest(args: argparse.Namespace, plans: Plans, hardware: Hardware) -> 
     """
     from weft.planner.largest import largest
 
-    found = largest(args.largest, plans.best[0].config, args.devices, hardware)
+    found = largest(args.largest, plans.best[0].config, plans.best[0].devices, hardware)
     return {f"largest_{args.largest}": found.value}

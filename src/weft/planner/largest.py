@@ -6,13 +6,12 @@ A config fits if its own mesh needs at most the device's memory (`needed_bytes`)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from weft.config.derive import batch_sequences, sequence_length
-from weft.config.legal_mesh import elastic_mesh, sequence_unit
+from weft.config.legal_mesh import sequence_unit
 from weft.config.mesh import mesh_shape
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
@@ -20,7 +19,6 @@ from weft.errors import UserError
 from weft.formatting import byte_size
 from weft.planner.hardware import Hardware
 from weft.planner.plan import capacity, needed_bytes
-from weft.planner.step import predict
 
 What = Literal["micro_batch", "sequence", "model"]
 LONGEST = 1 << 24  # tokens
@@ -74,64 +72,6 @@ def largest(what: What, config: RunConfig, devices: int, hardware: Hardware) -> 
         return Largest(value, chosen, found == most)
     assert isinstance(chosen.model, ModelSection)
     return Largest(chosen.model.size().parameters, chosen)
-
-
-def devices_for(
-    days: float,
-    config: RunConfig,
-    steps: int,
-    hardware: Hardware,
-    *,
-    plan: Callable[[int], RunConfig | None] | None = None,
-) -> tuple[int, RunConfig, float]:
-    """Returns the least number of devices that end a run within a number of days, of 1, 2, 4 and so on.
-
-    Args:
-        days: days of computation, without interruptions.
-        config: a checked config.
-        steps: number of optimizer updates of the run.
-        hardware: the hardware file.
-        plan: function from a number of devices to the config that is used on them; None if there is none. Default: the
-            config with the mesh that is closest to its own, if its memory suffices.
-
-    Returns:
-        The number, the config on these devices, and the days that it takes.
-
-    Raises:
-        UserError: no number of devices is enough. The message has the nearest.
-    """
-    plan = plan or partial(_closest, config, hardware)
-    nearest: tuple[float, int] | None = None
-    for devices in _doublings(batch_sequences(config), config):
-        chosen = plan(devices)
-        if chosen is None:
-            continue
-        taken = predict(chosen, devices, hardware).step_seconds * steps / 86_400
-        if taken <= days:
-            return devices, chosen, taken
-        nearest = min(nearest or (taken, devices), (taken, devices))
-    reached = f"; the shortest is {nearest[0]:,.1f} days on {nearest[1]:,} devices" if nearest else ""
-    raise UserError(
-        f"no number of devices ends the run within {days:g} days{reached}; raise training.batch_tokens, allow more "
-        "days, or train a smaller model"
-    )
-
-
-def _doublings(sequences: int, config: RunConfig) -> Iterator[int]:
-    """Yields numbers of devices up to those that have no sequence of the global batch."""
-    parallel, devices = config.parallel, 1
-    most = sequences * max(1, parallel.pp) * max(1, parallel.tp) * max(1, parallel.cp)
-    while devices <= most:
-        yield devices
-        devices *= 2
-
-
-def _closest(config: RunConfig, hardware: Hardware, devices: int) -> RunConfig | None:
-    mesh = elastic_mesh(config, devices)
-    if mesh is None:
-        return None
-    chosen = config.model_copy(update={"parallel": config.parallel.model_copy(update=mesh)})
-    return chosen if _fits(chosen, devices, hardware) else None
 
 
 def _fits(config: RunConfig, devices: int, hardware: Hardware) -> bool:

@@ -16,21 +16,37 @@ from weft.planner.memory import memory_of
 from weft.planner.plan import Plan, capacity, needed_bytes
 
 
-def too_many_devices(config: RunConfig, devices: int, hardware: Hardware) -> UserError:
+class NoPlan(UserError):
+    """No plan fits a number of devices.
+
+    Attributes:
+        ends: whether there is no plan for more devices either.
+    """
+
+    ends = False
+
+
+class TooManyDevices(NoPlan):
+    """More devices than layers, heads and batch allow."""
+
+    ends = True
+
+
+def too_many_devices(config: RunConfig, devices: int, hardware: Hardware) -> TooManyDevices:
     """Returns the error for more devices than layers, heads and batch allow."""
     most = 1 << (devices - 1).bit_length() - 1  # powers of 2 are enough for a hint
     while most > 1 and not Space(config, most, hardware, within=False).possible():
         most //= 2
     sequences, length = batch_sequences(config), sequence_length(config)
     layers = getattr(config.model, "num_hidden_layers", None)
-    return UserError(
+    return TooManyDevices(
         f"{counted(devices, 'device')}: no mesh gives each of them work: the global batch has "
         f"{counted(sequences, 'sequence')} (training.batch_tokens) and the model {layers} layers; use at most "
         f"{counted(most, 'device')}, or set training.batch_tokens to {devices * length} or more"
     )
 
 
-def nothing_fits(nearest: Sequence[Plan], hardware: Hardware) -> UserError:
+def nothing_fits(nearest: Sequence[Plan], hardware: Hardware) -> NoPlan:
     """Returns the error for a search in which nothing fits, with remedies in the order of their cost.
 
     Args:
@@ -45,7 +61,7 @@ def nothing_fits(nearest: Sequence[Plan], hardware: Hardware) -> UserError:
     else:
         what = f"needs more host memory for offloading than {hardware.host.memory_gb:g} GB"
     remedies = "; ".join(f"({number}) {text}" for number, text in enumerate(_remedies(plan, hardware), 1))
-    return UserError(f"no plan fits {where}: the nearest, {describe(plan)}, {what}; remedies by cost: {remedies}")
+    return NoPlan(f"no plan fits {where}: the nearest, {describe(plan)}, {what}; remedies by cost: {remedies}")
 
 
 def describe(plan: Plan) -> str:

@@ -16,12 +16,11 @@ from statistics import median
 from weft.config.legal_mesh import is_legal
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
-from weft.errors import UserError
 from weft.formatting import counted
 from weft.planner.bounds import Bounds
 from weft.planner.candidates import Candidate, Layout, Space
 from weft.planner.hardware import Hardware
-from weft.planner.no_plan import nothing_fits, too_many_devices
+from weft.planner.no_plan import NoPlan, nothing_fits, too_many_devices
 from weft.planner.plan import Plan, Plans, capacity, memory_on, plan_of
 from weft.planner.step import predict
 
@@ -43,7 +42,8 @@ def search(config: RunConfig, devices: int, hardware: Hardware, *, limit: int = 
         limit: number of plans, of different meshes.
 
     Raises:
-        UserError: no plan fits, or there are more devices than layers and batch allow.
+        NoPlan: no plan fits, or there are more devices than layers and batch allow.
+        UserError: the run cannot be predicted.
     """
     if not isinstance(config.model, ModelSection) or config.model.vocab_size is None:
         plan_of(config, devices, hardware)  # raises
@@ -55,7 +55,7 @@ def search(config: RunConfig, devices: int, hardware: Hardware, *, limit: int = 
     if not found.best and not found.considered:
         if given := found.space.given:
             keys = ", ".join(f"{key}: {value}" for key, value in given.items())
-            raise UserError(f"no mesh of {counted(devices, 'device')} has {keys}; change or remove a key")
+            raise NoPlan(f"no mesh of {counted(devices, 'device')} has {keys}; change or remove a key")
         raise too_many_devices(config, devices, hardware)
     plans = found.result()
     if not plans.best:
