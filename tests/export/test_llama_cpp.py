@@ -23,6 +23,7 @@ from weft.cli.main import main
 from weft.data.tokenizers.exactness import PATTERNS
 from weft.data.tokenizers.import_tokenizer import EDGE_CASES, TEST_TEXTS
 from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.errors import UserError
 
 PYTHON = Path(os.environ.get("WEFT_LLAMA_PYTHON", ".venv-llama/bin/python")).absolute()
 pytestmark = [
@@ -239,14 +240,16 @@ def test_adapters_are_added_or_merged(tmp_path, corpus, name):
     weft.export_model(base, tmp_path / "base.gguf", "gguf", type="f32")
     weft.export_model(run, tmp_path / "adapter.gguf", "gguf", type="f32", adapter_only=True)
     weft.export_model(run, tmp_path / "merged.gguf", "gguf", type="f32")
+    with pytest.raises(UserError, match="--dequantize: the model has no adapter on a quantized base model"):
+        weft.export_model(run, tmp_path / "other.gguf", "gguf", dequantize=True)
     prompts = prompts_of(corpus, (0, 70), (300, 310))
     plain, added, merged = (
         llama(tmp_path / f"{file}.gguf", prompts=prompts, tokens=8, lora=lora)
         for file, lora in (("base", None), ("base", tmp_path / "adapter.gguf"), ("merged", None))
     )
     logits = [[np.array(answer["logits"]) for answer in one["answers"]] for one in (plain, added, merged)]
-    assert np.abs(logits[1][0] - logits[0][0]).max() > 0.5
     tolerance = TOLERANCE.get(name, 1e-4)
+    assert np.abs(logits[1][0] - logits[0][0]).max() > 10 * tolerance  # the adapter changes what is compared
     model = weft.load_model(run, dtype=torch.float32).eval()
     compare(model, added, prompts, 8, tolerance)
     compare(model, merged, prompts, 8, tolerance)
