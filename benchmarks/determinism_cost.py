@@ -18,7 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import SHAPES, available_cores, measured_apart, processor, slug, write_results  # noqa: E402
+from common import SHAPES, available_cores, load_before, measured_apart, processor, slug, write_results  # noqa: E402
 
 LEVELS = ("order", "exact")
 ROWS = {"14m": 8, "60m": 8}
@@ -94,8 +94,8 @@ def main() -> int:
     lines = [
         "# What exact determinism costs",
         "",
-        f"{device}, {args.threads} threads, {datetime.date.today()}. Median step of {args.rounds} rounds of "
-        f"{args.steps} steps",
+        f"{device}, {args.threads} threads, {load_before()}, {datetime.date.today()}."
+        f" Median step of {args.rounds} rounds of {args.steps} steps",
         "(`benchmarks/determinism_cost.py`).",
         "",
         "| model | order | exact | cost | losses of exact runs |",

@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "peers")]
 from chaos import prepare, write_run  # noqa: E402
-from common import processor, slug, write_results  # noqa: E402
+from common import load_before, processor, slug, write_results  # noqa: E402
 
 # What each process of a rank loads at its start: it writes the times at which the phases of the start have ended.
 CLOCK = """
@@ -167,7 +167,7 @@ def table(found: dict) -> str:
         "# Time from kill -9 to the next step",
         "",
         f"{found['device']}; {found['ranks']} ranks of a tiny model, median of {found['kills']} kills; `import torch` "
-        f"alone takes {found['python']:.2f} s; {found['date'][:10]}.",
+        f"alone takes {found['python']:.2f} s; {load_before()}; {found['date'][:10]}.",
         "",
         NOTES,
         "",

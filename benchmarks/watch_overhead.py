@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import available_cores, measured_apart, processor, slug, write_results  # noqa: E402
+from common import available_cores, load_before, measured_apart, processor, slug, write_results  # noqa: E402
 from overhead import SEQUENCE, SHAPES  # noqa: E402
 
 ROWS = {"tiny": 4, "14m": 8, "60m": 8}
@@ -139,8 +139,9 @@ def main() -> int:
     lines = [
         "# What the watch adds to a step",
         "",
-        f"{device}, {args.threads} threads, {datetime.date.today()}. Median of the differences of neighbouring steps",
-        "with and without the watch, in one run of one process (`benchmarks/watch_overhead.py`). Goal: under",
+        f"{device}, {args.threads} threads, {load_before()}, {datetime.date.today()}.",
+        "Median of the differences of neighbouring steps with and without the watch, in one run of one process",
+        "(`benchmarks/watch_overhead.py`). Goal: under",
         f"{GOAL:.1%} of a step. CPU time is that of the training's thread, which other processes disturb less.",
         "",
         "| model | step without the watch | added | share | added CPU time |",

@@ -43,6 +43,7 @@ for shape in SHAPES.values():
     shape |= {"vocab_size": VOCABULARY, "max_position_embeddings": 2048, "rope_theta": 10000.0, "rms_norm_eps": 1e-5}
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 0.1, 1.0
+LOAD = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # before a benchmark adds its own
 
 
 def matmul_parameters(shape: dict) -> int:
@@ -201,6 +202,11 @@ def processor() -> str:
     except (OSError, IndexError):
         name = platform.processor() or platform.machine()
     return f"{name}, {available_cores()} cores"
+
+
+def load_before() -> str:
+    """How busy the machine was when this process began: the mean number of ready processes in the minute before."""
+    return f"load average before: {LOAD:.1f} on {available_cores()} cores" if LOAD is not None else "load not known"
 
 
 def slug(device: str) -> str:

@@ -90,3 +90,29 @@ def test_an_error_surfaces_and_the_next_save_works(tmp_path, monkeypatch):
     saver.start(stage(tmp_path, content(model, None, 3), Keep(9), saver.begin()))
     saver.finish()
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001", "step-00000003"]
+
+
+def test_all_files_are_those_of_a_save_that_the_training_waits_for(tmp_path, held):
+    """The bytes of weights and optimizer state of step n, not of the steps that follow while they are written."""
+    model, saver = built(1), BackgroundSaver()
+    optimizer, folders = adamw(model), (tmp_path / "sync", tmp_path / "async")
+    for step in (1, 2):  # the second save uses the memory of the first again
+        updates(model, optimizer, step - 1, step)
+        held.set()
+        stage(folders[0], content(model, optimizer, step), Keep(9)).write()
+        held.clear()
+        saver.start(stage(folders[1], content(model, optimizer, step), Keep(9), saver.begin()))
+        with torch.no_grad():
+            kept = [parameter.clone() for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.add_(1)
+        held.set()
+        saver.finish()
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), kept, strict=True):
+                parameter.copy_(value)
+    mine, theirs = (sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file()) for one in folders)
+    assert mine == theirs
+    assert len(mine) >= 2 * 5  # weights, index, checksums, state and sections of both steps
+    for path in mine:
+        assert (folders[0] / path).read_bytes() == (folders[1] / path).read_bytes(), path
