@@ -38,9 +38,17 @@ def test_a_device_that_is_too_small_is_passed_over(run):  # noqa: F811
     assert found.plans.best[0].devices > 1
 
 
-def test_no_number_is_enough(run):  # noqa: F811
-    with pytest.raises(UserError, match=r"in 1e-09 days; the shortest of those tried is .* days on .* device"):
-        devices_for(1e-9, run(1, "training.batch_tokens=1024", "model.num_hidden_layers=2"), ideal(LEVELS, tflops=0.1))
+@pytest.mark.parametrize(
+    ("days", "message"),
+    [
+        (1e-9, r"in 1e-09 days; the shortest of those tried is .* days on .* device"),
+        (1e-300, r"in 1e-300 days: even at their peak it needs more than 1,048,576"),
+    ],
+)
+def test_no_number_is_enough(run, days, message):  # noqa: F811
+    config = run(1, "training.batch_tokens=1024", "model.num_hidden_layers=2")
+    with pytest.raises(UserError, match=message):
+        devices_for(days, config, ideal(LEVELS, tflops=0.1))
 
 
 def test_a_run_without_a_length_is_refused(tmp_path):

@@ -106,6 +106,11 @@ class _Tries:
         known = [(taken, devices) for devices, taken in self.days.items() if taken is not None]
         if not known:
             return self.error or UserError(f"no plan on {MOST:,} devices or fewer; use a larger device")
+        if self.least > MOST:
+            return UserError(
+                f"no number of devices trains the run in {self.wanted:g} days: even at their peak it needs more than "
+                f"{MOST:,}; allow more days, or train a smaller model"
+            )
         taken, devices = min(known)
         return UserError(
             f"no number of devices trains the run in {self.wanted:g} days; the shortest of those tried is "

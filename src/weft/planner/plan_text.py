@@ -109,6 +109,8 @@ def write_plan(plan: Plan, file: str, out: Path) -> None:
     Raises:
         UserError: the path is that of another file, cannot be written, or the written file is not valid.
     """
+    if out.is_dir():
+        raise UserError(f"{out}: a directory, not a file; choose another name for --apply")
     if out.exists() and not out.read_text(errors="replace").startswith(MARK):
         raise UserError(f"{out}: this file exists and is not a plan; choose another name for --apply")
     tree, _ = read_tree(Path(file), [], [])
