@@ -124,6 +124,9 @@ def test_bad_lines_have_a_place(table, capsys):
     table.write_text("parameters,loss\n1,2\n")
     assert main(["scaling", "fit", str(table)]) == 2
     assert "has no column tokens" in capsys.readouterr().err
+    table.write_bytes(b"\xff\xfe\x00")
+    assert main(["scaling", "fit", str(table)]) == 2
+    assert "losses.csv: cannot be read as CSV in UTF-8" in capsys.readouterr().err
 
 
 def test_run_directories_are_read(tmp_path, capsys):

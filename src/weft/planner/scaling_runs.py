@@ -80,12 +80,17 @@ def read_run(path: Path) -> Observation:
 
 def read_csv(path: Path) -> list[Observation]:
     """Returns the losses of a CSV file with the columns parameters, tokens and loss; other columns are ignored."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-        if missing:
-            raise UserError(f"has no column {', '.join(missing)}; the first line must name {', '.join(COLUMNS)}", path)
-        return [_checked(path, reader.line_num, *(row[name] for name in COLUMNS)) for row in reader]
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                raise UserError(
+                    f"has no column {', '.join(missing)}; the first line must name {', '.join(COLUMNS)}", path
+                )
+            return [_checked(path, reader.line_num, *(row[name] for name in COLUMNS)) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"cannot be read as CSV in UTF-8 ({error}); save it again, or name another", path) from None
 
 
 def _checked(path: Path, line: int | None, *values: object) -> Observation:
