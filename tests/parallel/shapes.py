@@ -140,7 +140,7 @@ def imagine(file: Path, ranks: int, rank: int = 0) -> Imagined:
                     value for p in parameters for value in optimizer.state[p].values() if value.dim() > 0
                 )
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return Imagined(building, step, state, memory.peak, resident, wire.calls)
+        return Imagined(building, step, state, memory.most, resident, wire.calls)
 
 
 @contextlib.contextmanager

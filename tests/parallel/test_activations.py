@@ -227,11 +227,12 @@ ON_RANKS = [
     ("moe", {"dp_shard": 2, "ep": 2}, "selective"),
     ("moe", {"dp_shard": 2, "ep": 2}, "budget-0.5"),
     ("gqa", {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, "budget-0.5"),
+    ("gqa", {"cp": 2, "cp_method": "ring"}, "selective"),
 ]
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize(("model", "mesh", "mode"), ON_RANKS, ids=["tp", "ep", "ep-budget", "zbv"])
+@pytest.mark.parametrize(("model", "mesh", "mode"), ON_RANKS, ids=["tp", "ep", "ep-budget", "zbv", "ring"])
 def test_on_several_ranks(runner, model, mesh, mode):
     """FSDP2's hooks inside a block, collectives that are kept or run again, and a backward in two parts."""
     case = Case(model, "dropout" if "ep" in mesh else "plain", mesh)

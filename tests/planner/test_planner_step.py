@@ -11,9 +11,10 @@ from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.kernels.cross_entropy import KEPT_ELEMENTS
 from weft.planner.communication import Group, Links, mesh_groups
+from weft.planner.compute import Costs
 from weft.planner.hardware import load_hardware
 from weft.planner.step import predict
-from weft.planner.work import KEPT_LOGITS
+from weft.planner.work import KEPT_LOGITS, Matmul, Work
 
 RUN = """
 model: {vocab_size: 64, hidden_size: 1024, num_hidden_layers: 8, num_attention_heads: 8, intermediate_size: 4096,
@@ -207,3 +208,22 @@ def test_what_has_no_prediction_is_refused(run):
         predict(run(1, "training.fp8=true", "training.dtype=bfloat16"), 1, load_hardware("a100-sxm"))
     with pytest.raises(UserError, match=r"model.vocab_size: not known"):
         predict(run().model_copy(update={"model": run().model.model_copy(update={"vocab_size": None})}), 1, ideal())
+
+
+def test_a_cpu_adds_the_time_to_start_operations():
+    work = Work(matmuls=(Matmul(1000, 1000, 1000),), operations=10)
+
+    def passes(kind, launch):
+        machine = ideal()
+        return Costs(
+            machine.model_copy(
+                update={"device": machine.device.model_copy(update={"kind": kind, "launch_us": launch})}
+            ),
+            "float32",
+        ).passes(work)
+
+    gpu, slow_gpu, cpu = passes("gpu", 10.0), passes("gpu", 1000.0), passes("cpu", 10.0)
+    assert gpu.forward == pytest.approx(2e-3, rel=1e-2)  # 2 GFLOP at 1 TFLOP/s, beside which 100 us are hidden
+    assert slow_gpu.forward == pytest.approx(10e-3)
+    assert cpu.forward == pytest.approx(gpu.forward + 100e-6)
+    assert cpu.backward == pytest.approx(gpu.backward + 200e-6)

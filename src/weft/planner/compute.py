@@ -1,7 +1,8 @@
 """Times of a rank's work on a device: a roofline with the efficiencies of the hardware file.
 
 A matrix product takes the longer of its arithmetic and its memory traffic. Element-wise operations take their bytes
-over the memory's bandwidth. The host starts operations one by one, and a device with small operations waits for it.
+over the memory's bandwidth. The host starts operations one by one, and a device with small operations waits for it. A
+CPU is its own host, so that the times to start operations are added.
 """
 
 from __future__ import annotations
@@ -102,11 +103,15 @@ class Costs:
         """
         products = sum(self.matmul(one, self.dtype if head else None) for one in work.matmuls)
         attention, moved = self.attention(work.attention), self.moved(work.bytes_forward)
-        forward = max(products + attention + moved, work.operations * self.launch)
+        started = work.operations * self.launch
+        forward = products + attention + moved
+        forward = forward + started if self.device.kind == "cpu" else max(forward, started)
         inputs = products + attention * BACKWARD_ATTENTION / BACKWARD_EFFICIENCY + self.moved(work.bytes_backward)
         weights = products if trained else 0.0
-        started = work.operations * self.launch * BACKWARD_OPERATIONS
-        if inputs + weights < started:
+        started *= BACKWARD_OPERATIONS
+        if self.device.kind == "cpu":
+            inputs += started
+        elif inputs + weights < started:
             inputs = started - weights
         return Passes(forward, inputs, weights, forward * repeated)
 

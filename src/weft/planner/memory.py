@@ -47,8 +47,9 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The sum of all parts."""
-        return sum(self.parts().values())
+        """The sum of all parts."""  # not by `parts`, which is slow: searches compare hundreds of thousands of sums
+        changing = self.activations + self.logits + self.gathered + self.buffers + self.fragmentation
+        return self.parameters + self.gradients + self.optimizer + changing
 
     def parts(self) -> dict[str, float]:
         """Returns the bytes by part."""
@@ -151,6 +152,7 @@ class _Ranks:
         self.rows = 1 if model.num_labels else max(1, self.vocabulary // self.mesh.tp)
         self.masks = masks_bytes(self.shares) if self.cpu else 0.0
         self.stages = self._stages(length)
+        self.worst, self._root, self._kept = cache(self._worst), cache(self._root_of), cache(self._kept_in)
 
     def _stages(self, length: int) -> list[list[_Piece]]:
         sizes = Sizes(self.shares, self.state, cpu=self.cpu, cp_method=self.parallel.cp_method)
@@ -193,7 +195,7 @@ class _Ranks:
             if schedule not in ("gpipe", "looped_bfs") and count > most:
                 count = most
             owned, lives = stages_of_rank(self.parallel, rank, pp), in_flight(schedule, rank, pp, virtual, count)
-        moments = (moment for *live, place, first in lives for moment in self._moments(owned, live, place, bool(first)))
+        moments = (self._moment(owned, live, place, bool(first)) for *live, place, first in lives)
         found = max(chain(moments, self._update(owned)), key=lambda one: one.total)
         if self.cpu:
             return found
@@ -201,45 +203,46 @@ class _Ranks:
         more = {"buffers": found.buffers + DEVICE_BYTES, "fragmentation": FRAGMENTATION * changing}
         return Memory(**(found.parts() | more))
 
-    def _state(self, owned: list[int]) -> tuple[float, float, float]:
-        """Returns the bytes of parameters, of sharded gradients, and of the optimizer's state."""
+    def _state(self, owned: list[int]) -> tuple[float, float]:
+        """Returns the bytes of parameters, which are also those of sharded gradients, and of the optimizer's state."""
         roots = sum(self._root(stage)[1] for stage in owned) * self.state
         blocks = sum(piece.local for stage in owned for piece in self.stages[stage]) * self.state
         on_device = self.parallel.offload != "parameters"
         optimizer = (blocks * self.states + roots * 2) * (self.parallel.offload == "none")
-        return (blocks + roots) * on_device, (blocks + roots) * on_device, optimizer
+        return (blocks + roots) * on_device, optimizer
 
     def _buffers(self, owned: list[int]) -> float:
         """Returns the bytes into which stages receive, one buffer for each micro-batch and each neighbor."""
         last = len(self.stages) - 1
         return self.count * self.residual * sum((stage > 0) + (stage < last) for stage in owned)
 
-    def _moments(self, owned: list[int], live: list[int], place: int, first: bool) -> Iterator[Memory]:
-        """Yields moments of a backward pass.
+    def _moment(self, owned: list[int], live: list[int], place: int, first: bool) -> Memory:
+        """Returns the memory at the peak of a backward pass, the `first` or a later one of the stage `owned[place]`.
 
         Args:
             owned: the stages of the rank.
             live: for each of them, the number of micro-batches that it keeps.
-            place: the place of the stage whose backward pass it is.
-            first: whether it is the stage's first.
         """
-        blocks, roots = [self.stages[stage] for stage in owned], [self._root(stage) for stage in owned]
-        parameters, _, optimizer = self._state(owned)
+        parameters, optimizer = self._state(owned)
         kept = sum(number * self._kept(stage) for number, stage in zip(live, owned, strict=True))
         kept += self._buffers(owned) - self._kept(owned[place])
-        others = sum(p.parameters for at, stage in enumerate(blocks) if at != place for p in stage)
-        other_roots = sum(root[0] for at, root in enumerate(roots) if at != place)
+        rest = [stage for at, stage in enumerate(owned) if at != place]
+        others = sum(piece.parameters for stage in rest for piece in self.stages[stage])
+        other_roots = sum(self._root(stage)[0] for stage in rest)
         stays = self.single or not self.parallel.reshards
         sums = (others + other_roots) * self.reduced * self.accumulates
-        for moment in self._backward(owned[place], stays=stays, first=first):
-            yield Memory(
-                parameters, moment.gradients + sums, optimizer, moment.activations + kept,
-                moment.logits, moment.gathered + (others * stays + other_roots) * self.copies, moment.buffers,
-            )  # fmt: skip
+        moment = self.worst(owned[place], stays, first)
+        return Memory(
+            parameters, moment.gradients + sums, optimizer, moment.activations + kept,
+            moment.logits, moment.gathered + (others * stays + other_roots) * self.copies, moment.buffers,
+        )  # fmt: skip
+
+    def _worst(self, stage: int, stays: bool, first: bool) -> Memory:
+        return max(self._backward(stage, stays=stays, first=first), key=lambda one: one.total)
 
     def _update(self, owned: list[int]) -> Iterator[Memory]:
         """Yields the first gather of a micro-batch, the reduction after a pipeline's passes, and the update."""
-        parameters, gradients, optimizer = self._state(owned)
+        parameters, optimizer = self._state(owned)
         received, stays = self._buffers(owned), self.single or not self.parallel.reshards
         roots = [self._root(stage) for stage in owned]
         units = [piece.parameters for stage in owned for piece in self.stages[stage]]
@@ -254,7 +257,7 @@ class _Ranks:
             buffer = size * self.reduced * (self.mesh.fsdp > 1)
             yield Memory(parameters, waiting + local * self.state, optimizer, received, 0, gathered, buffer)
         if self.states == 1 and self.parallel.offload == "none":
-            yield Memory(parameters, gradients, optimizer, received, buffers=self._orthogonalized(owned))
+            yield Memory(parameters, parameters, optimizer, received, buffers=self._orthogonalized(owned))
 
     def _orthogonalized(self, owned: list[int]) -> float:
         """Returns the bytes with which Muon orthogonalizes all matrices of one shape, of which it needs full ones."""
@@ -269,14 +272,14 @@ class _Ranks:
         # Stacked in float32; with the product before and after an iteration, and two Gram matrices, in bfloat16.
         return max(count * k * n * (8 + 4 * min(k, n) / max(k, n)) for (k, n), count in shapes.items())
 
-    def _kept(self, stage: int) -> float:
+    def _kept_in(self, stage: int) -> float:
         """Returns the bytes that a micro-batch keeps in a stage."""
         kept, last = sum(piece.saved for piece in self.stages[stage]), len(self.stages) - 1
         if stage == last:  # the final norm
             kept += self.residual * (2 if self.cpu else 1) + self.shares.tokens * self.model.hidden_size * self.width
         return kept + self.masks + self.residual * (stage < last)  # sent to the next stage
 
-    def _root(self, stage: int) -> tuple[float, float]:
+    def _root_of(self, stage: int) -> tuple[float, float]:
         """Returns the numbers of parameters of embedding and head in a stage: after `tp`, and on this rank."""
         last = len(self.stages) - 1
         works = [embedding_work(self.shares, self.vocabulary)] if stage == 0 else []
@@ -286,12 +289,7 @@ class _Ranks:
         return sum(total for total, _ in pairs) + copy, sum(local for _, local in pairs)
 
     def _backward(self, stage: int, *, stays: bool, first: bool) -> Iterator[Memory]:
-        """Yields moments of the backward pass of one micro-batch in a stage.
-
-        Args:
-            stays: whether parameters stay gathered.
-            first: whether it is the stage's first. Otherwise it is the last, or as large.
-        """
+        """Yields moments of a stage's `first` backward pass, or of the last; `stays`: parameters stay gathered."""
         blocks, unit, sums = self.stages[stage], self.parallel.layers_per_fsdp_unit, self.accumulates
         groups = [blocks[at : at + unit] for at in range(0, len(blocks), unit)]
         sizes = [sum(piece.parameters for piece in group) for group in groups]

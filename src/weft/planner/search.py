@@ -73,6 +73,7 @@ class Search:
 
     Attributes:
         best: the fastest plan of each mesh.
+        worst: seconds of the slowest plan that would still be returned.
         considered: number of candidates with a computed bound.
         predicted: number of candidates whose time was predicted.
     """
@@ -86,13 +87,7 @@ class Search:
         self.close: dict[tuple[int, ...], tuple[float, Candidate]] = {}
         self.ratios: list[float] = []
         self.predicted = self.considered = self.passes = 0
-
-    @property
-    def worst(self) -> float:
-        """Seconds of the slowest plan that would still be returned."""
-        if len(self.best) < self.limit:
-            return float("inf")
-        return sorted(plan.prediction.step_seconds for plan in self.best.values())[self.limit - 1]
+        self.worst = float("inf")
 
     def run(self) -> None:
         """Expands candidates until no other can be faster than the plans found."""
@@ -171,6 +166,9 @@ class Search:
         self.ratios.append(step.step_seconds / bound)
         if step.step_seconds < self._seconds_of(candidate):
             self.best[candidate.key] = Plan(config, devices, self.hardware, step, ranks)
+            if len(self.best) >= self.limit:
+                every = sorted(plan.prediction.step_seconds for plan in self.best.values())
+                self.worst = every[self.limit - 1]
 
     def result(self) -> Plans:
         """Returns the plans found."""

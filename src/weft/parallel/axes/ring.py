@@ -47,7 +47,8 @@ class _RingAttention(torch.autograd.Function):
             part, part_lse, *_ = _forward(q[:, :, queries], ring_k[:, :, keys], ring_v[:, :, keys], causal, scale)
             part, part_lse = part.to(part_lse.dtype), part_lse.unsqueeze(-1)
             if step == 0:
-                out, lse = part, part_lse
+                # Copies, if casting made none: activation checkpointing may have saved the kernel's results.
+                out, lse = part.clone() if part.dtype == q.dtype else part, part_lse.clone()
                 continue
             before = lse[:, :, queries]
             total = torch.logaddexp(before, part_lse)
