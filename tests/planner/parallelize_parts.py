@@ -168,10 +168,30 @@ def from_meta(tables):
     return found
 
 
+def lower_dtype_and_local_outputs(tables):
+    """Products in bfloat16, with parameters and reductions in float32; each data rank has the loss of its rows."""
+    reference = torch.nn.Linear(8, 6, bias=False, dtype=torch.float32)
+    module = Plan(**tables).apply(copy.deepcopy(reference), inputs="local", outputs="local", dtype=torch.bfloat16)
+    x, rank = torch.randn(4, 8).bfloat16(), torch.distributed.get_rank()
+    out = module(x[2 * rank : 2 * rank + 2])
+    assert not isinstance(out, DTensor)
+    assert (out.dtype, tuple(out.shape)) == (torch.bfloat16, (2, 6))
+    out.sum().backward()
+    low = reference.weight.detach().bfloat16()
+    halves = [torch.ones(6, 2, dtype=torch.bfloat16) @ x[at : at + 2] for at in (0, 2)]
+    assert module.weight.dtype == module.weight.grad.dtype == torch.float32
+    expected = halves[0].float() + halves[1].float()
+    return [
+        (out - x[2 * rank : 2 * rank + 2] @ low.T).abs().max().item(),
+        (module.weight.grad.full_tensor() - expected).abs().max().item(),
+    ]
+
+
 def contract(tables):
     """Numbers that are 0, by name."""
     torch.set_default_dtype(torch.float64)
     parts = (uneven_rows_and_several_passes, local_inputs, checkpointed_blocks, state_dicts, from_meta)
+    parts += (lower_dtype_and_local_outputs,)
     return {part.__name__: max(part(tables)) for part in parts}
 
 

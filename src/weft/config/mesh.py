@@ -53,6 +53,12 @@ class ParallelSection(Section):
     """Name or path of the hardware file that `auto` plans with. Default: the one of this GPU, or a generic CPU.
     """
 
+    plan: str | None = None
+    """Path of a plan for a custom model (`model.type: module:Class`), which `weft parallelize --out` wrote: `plan.py`
+    or `plan.json`. It decides the mesh (`dp_shard` x `tp`), and how parameters and tensors are sharded. `auto` finds
+    such a plan for a custom model, and writes it to the run directory.
+    """
+
     pp: int = Field(1, ge=-1, le=MOST)
     """Number of pipeline parallel ranks, each with some of the layers."""
     dp_replicate: int = Field(1, ge=-1, le=MOST)

@@ -120,7 +120,7 @@ class Needs:
                 yield Reason("parallel.tp", what)
         if shape.cp > 1:
             yield from self._exchange(shape)
-        if shape.cp * shape.tp > 1:
+        if shape.cp * shape.tp > 1 and self.section.plan is None:
             axis, seen = ("tp", "heads") if shape.tp > 1 else ("cp", "tokens")
             for key, chosen in self.custom:
                 what = f"{chosen} would receive only a part of the {seen} ({axis} {shape.sizes[axis]})"
@@ -157,7 +157,7 @@ class Needs:
             elif size > 1 and axis != "tp":
                 what = f"{size}, but a custom model supports only dp_replicate, dp_shard and (with weft_sharding) tp"
                 yield Reason(key, what)
-            elif size > 1 and has_table(self.type) is False:
+            elif size > 1 and self.section.plan is None and has_table(self.type) is False:
                 what = f"{size}, but {self.type} does not define how its matrices are sharded"
                 yield Reason(key, f"{what}; add a table weft_sharding to the class (docs/parallel-own-model.md)")
 

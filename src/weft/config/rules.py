@@ -20,6 +20,7 @@ from weft.config.legal_mesh import SIZES, reasons_against
 from weft.config.mesh import ParallelSection
 from weft.config.model_rules import known_model, model_mistakes
 from weft.config.model_source import newest_checkpoint
+from weft.config.plan_rules import check_planned
 from weft.config.python_source import NotFound, find_class
 from weft.config.rollout_rules import check_rollouts
 from weft.config.signature import has_attribute
@@ -61,7 +62,7 @@ def apply_rules(draft: Draft, *, check_data: bool) -> list[Problem]:
     _check_lists(draft)
     _check_best(draft)
     _check_remote(draft)
-    _check_auto_plan(draft)
+    check_planned(draft)
     _check_mesh(draft)
     if draft.get("schedule.warmup_steps") is not None and draft.get("schedule.warmup_fraction") is not None:
         draft.report("schedule.warmup_steps", "warmup_fraction is set too; remove one of the two keys")
@@ -135,12 +136,6 @@ def _check_remote(draft: Draft) -> None:
         draft.report(
             "checkpoint.remote", f"{what}; remove them, and set environment variables (AWS_ACCESS_KEY_ID, ...)"
         )
-
-
-def _check_auto_plan(draft: Draft) -> None:
-    if draft.get("parallel.hardware") is not None and not draft.get("parallel.auto"):
-        what = "only a planned run uses it; set parallel.auto: true, or remove the key"
-        draft.report("parallel.hardware", what, "parallel.auto")
 
 
 def _check_sequence_length(draft: Draft) -> None:

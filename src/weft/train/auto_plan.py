@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.observe.console import Console
 from weft.parallel.ranks import error_on_all_ranks
+from weft.train.module_plan import module_facts, plan_of, planned_module, uses_plan
 
 GENERIC = "cpu-generic"
 
@@ -21,22 +23,28 @@ GENERIC = "cpu-generic"
 def planned(config: RunConfig, ranks: int, console: Console, *, fresh: bool) -> RunConfig:
     """Returns the config with the keys that the planner chose, if `parallel.auto` is true. Every rank finds the same.
 
-    The plan of the last session is kept if it was for as many ranks.
+    With `parallel.plan`, the config gets the mesh of this plan. The plan of the last session is kept if it was for as
+    many ranks.
 
     Args:
         ranks: world size.
         fresh: whether the run starts over.
 
     Raises:
-        UserError: no plan fits, the batches are given, the model is not the built-in decoder, or no hardware file is
-            known for this GPU.
+        UserError: no plan fits, the batches are given, the model is of Transformers, or no hardware file is known for
+            this GPU.
     """
-    if not config.parallel.auto:
+    if not config.parallel.auto and config.parallel.plan is None:
         return config
-    if config.data.train is None:
+    if config.parallel.auto and config.data.train is None:
         raise error_on_all_ranks(
             "parallel: auto plans for the batches of data.train, but the batches are passed to step; set the mesh"
         )
+    if uses_plan(config):
+        hardware = (config.parallel.hardware or this_hardware()) if config.parallel.auto else ""
+        chosen, line = planned_module(config, ranks, hardware, fresh=fresh)
+        console.line(line)
+        return chosen
     if not fresh and (kept := _last(config, ranks)) is not None:
         console.line(f"parallel: {_text(kept, ranks)} (auto; as in the last session)")
         return kept
@@ -57,6 +65,8 @@ def planned(config: RunConfig, ranks: int, console: Console, *, fresh: bool) -> 
 
 def planned_facts(config: RunConfig) -> dict[str, str]:
     """Returns name -> text of the plan, which must be equal on all ranks. They can differ if the devices do."""
+    if config.parallel.plan is not None:
+        return module_facts(config)
     if not config.parallel.auto:
         return {}
     from weft.planner.candidates import PLANNED, PLANNED_TRAINING
@@ -64,6 +74,17 @@ def planned_facts(config: RunConfig) -> dict[str, str]:
     chosen = {f"parallel.{key}": getattr(config.parallel, key) for key in PLANNED}
     chosen |= {f"training.{key}": getattr(config.training, key) for key in PLANNED_TRAINING}
     return {f"{key} (of parallel.auto)": json.dumps(value) for key, value in chosen.items()}
+
+
+def write_found_plan(config: RunConfig, ranks: int) -> None:
+    """Writes the plan that `parallel.auto` found for a custom model to the run directory, if it has another one."""
+    if not config.parallel.auto or config.parallel.plan is None:
+        return
+    from weft.planner.parallelize.read import read_plan
+
+    path, plan = Path(config.parallel.plan), plan_of(config, ranks)
+    if not path.is_file() or read_plan(path) != plan:
+        plan.write(path)
 
 
 def this_hardware() -> str:

@@ -43,6 +43,7 @@ from weft.train.hidden_states import hidden_projections
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
 from weft.train.learning_rates import learning_rate_factors, scale_learning_rates
+from weft.train.module_plan import build_planned_model
 from weft.train.run_directory import unfinished_run
 
 
@@ -113,7 +114,9 @@ def build(
         UserError: the objective compares hidden states that the models do not have.
     """
     sizes = world.agree(lambda: hidden_projections(config, objective, world.shape)) if objective is not None else {}
-    model = build_sharded_model(replace(model_plan(config), projections=sizes), world)
+    plan = replace(model_plan(config), projections=sizes)
+    planned = config.parallel.plan is not None
+    model = build_planned_model(config, plan, world) if planned else build_sharded_model(plan, world)
     _check_patterns(config, model, world)
     roles = parameter_roles(model)
     factors = learning_rate_factors(model, roles, config.optimizer)

@@ -29,7 +29,7 @@ from weft.parallel.ranks import error_on_all_ranks
 from weft.parallel.same_run import compare_ranks
 from weft.parallel.world import World, start_world
 from weft.processes import signal_handler
-from weft.train.auto_plan import planned, planned_facts
+from weft.train.auto_plan import planned, planned_facts, write_found_plan
 from weft.train.auto_settings import kernels_of, prepare_environment
 from weft.train.before_packing import check_before_packing
 from weft.train.build import Built, build, components, compressor, make_schedule, restore
@@ -310,6 +310,7 @@ class Trainer:
         job, model, world = built.job, built.model, built.job.world
         check_transformers_model(job, model)
         world.agree(lambda: job.run.write_config(job.config), only_first=True)
+        world.agree(lambda: write_found_plan(job.config, world.ranks), only_first=True)
         schedule = world.agree(lambda: make_schedule(job.config, built.data.length.steps))
         sampler = world.agree(lambda: Sampler(job, model))
         loop = self.loop(

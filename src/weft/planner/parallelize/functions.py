@@ -29,6 +29,7 @@ _ON_FULL_TENSORS = {
     "fractional_max_pool2d", "fractional_max_pool3d", "fractional_max_pool2d_with_indices",
     "fractional_max_pool3d_with_indices",
 }  # fmt: skip
+_RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__"}  # with a vector, likewise
 
 
@@ -45,11 +46,15 @@ class Functions(TorchFunctionMode):
     Args:
         mesh: the mesh of the DTensors.
         gather: stored parameter -> the parameter to compute with.
+
+    Attributes:
+        dtype: dtype of the parameters in the computation; None: their own.
     """
 
     def __init__(self, mesh: DeviceMesh, gather: Callable[[Any], Any] = lambda parameter: parameter):
         super().__init__()
         self.mesh, self.gather = mesh, gather
+        self.dtype: torch.dtype | None = None
         self.entered = 0
         self.paused = False
 
@@ -96,18 +101,35 @@ class Functions(TorchFunctionMode):
         try:
             if name in _ON_FULL_TENSORS or (name in _PRODUCTS and _has_vector(args)):
                 raise NotImplementedError(name)
-            return func(*args, **kwargs) if special is None else special(func, *args, **kwargs)
+            out = func(*args, **kwargs) if special is None else special(func, *args, **kwargs)
         except (torch.OutOfMemoryError, torch.distributed.DistError):
             raise
         except _REFUSALS:  # an error of the module itself is raised again
             out = run_on_full(func, self.mesh, args, kwargs)
             replicated.append((name, tuple(range(self.mesh.ndim))))
-            return out
+        if name in _RESHAPES and out.requires_grad:
+            out.register_hook(_in_recorded_layout)
+        return out
 
     def _replicated(self, value: torch.Tensor) -> torch.Tensor:
         if isinstance(value, DTensor):
             return self.gather(value) if isinstance(value, nn.Parameter) else value
         return DTensor.from_local(value, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+
+
+def _in_recorded_layout(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient whose shard is contiguous where the full tensor is said to be.
+
+    A shard of one row can have other strides than DTensor records (PyTorch 2.13), and the backward pass of a reshape,
+    which goes by the record, then fails.
+    """
+    if not isinstance(gradient, DTensor) or not gradient.is_contiguous():
+        return gradient
+    local = gradient.to_local()
+    if local.is_contiguous():
+        return gradient
+    mesh, placements, shape, stride = gradient.device_mesh, gradient.placements, gradient.shape, gradient.stride()
+    return DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _refuse_lost_gradient(func: Callable, first: Any, leaves: Iterable[Any]) -> None:

@@ -52,7 +52,8 @@ def isolate(mode: Functions, module: nn.Module, how: str, forward: Callable, *ar
         for owner, parameters in zip(owners, stored, strict=True):
             for name, parameter in parameters.items():
                 if isinstance(parameter, DTensor) and parameter not in full:
-                    full[parameter] = parameter.redistribute(placements=whole).to_local(grad_placements=partial)
+                    local = parameter.redistribute(placements=whole).to_local(grad_placements=partial)
+                    full[parameter] = local.to(mode.dtype) if local.is_floating_point() else local
                 parameters_of(owner)[name] = full.get(parameter, parameter)
             refresh_flat_weights(owner)
         with mode.pause():

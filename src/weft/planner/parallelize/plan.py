@@ -69,6 +69,8 @@ class Plan:
         mesh: DeviceMesh | None = None,
         *,
         inputs: str = "global",
+        outputs: str = "global",
+        dtype: torch.dtype | None = None,
         state_dict: Mapping[str, torch.Tensor] | None = None,
         without_data: bool = False,
     ) -> nn.Module:
@@ -87,15 +89,20 @@ class Plan:
             mesh: the devices; by default, all ranks. A process group is started from the environment of torchrun if
                 there is none. Without this environment, a group of one rank is started.
             inputs: `global`: each rank passes all rows. `local`: each rank passes the rows of its data rank (ranks that
-                differ only in `tp` pass the same rows); outputs have all rows.
+                differ only in `tp` pass the same rows).
+            outputs: `global`: outputs have all rows. `local`: each rank gets the rows of its data rank, and computes
+                the loss of these rows; gradients are those of the sum of the losses of all data ranks.
+            dtype: dtype of the computation, such as bfloat16, to which parameters are cast before they are gathered.
+                Parameters and gradients keep their own dtype.
             state_dict: parameters and buffers by name, full tensors, that replace those of the module.
             without_data: leaves tensors on the meta device where they are, to run the module without data.
 
         Raises:
             UserError: the plan is for another module or another number of ranks, or a pattern matches no name.
         """
-        if inputs not in ("global", "local"):
-            raise UserError(f'inputs={inputs!r} is not supported; give "global" or "local"')
+        for name, value in (("inputs", inputs), ("outputs", outputs)):
+            if value not in ("global", "local"):
+                raise UserError(f'{name}={value!r} is not supported; give "global" or "local"')
         model = module if isinstance(module, nn.Module) else module()
         self.check(model)
         start_processes(self.devices)
@@ -107,9 +114,9 @@ class Plan:
             islands=self.islands,
             recompute=self.recompute,
             shard_parameters=self.shard_parameters,
-            local_inputs=inputs == "local",
+            local=[name for name, value in (("inputs", inputs), ("outputs", outputs)) if value == "local"],
         )
-        return runtime.apply(model, state_dict, without_data)
+        return runtime.apply(model, state_dict, without_data, dtype)
 
     def check(self, module: nn.Module) -> None:
         """Raises UserError if the plan is for another module, or if a pattern matches no name of the module."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -50,7 +50,8 @@ class Runtime:
             with all rows. For modules with operators that DTensor cannot run, such as those with data-dependent shapes.
         recompute: patterns of names of modules whose activations are recomputed in backward.
         shard_parameters: whether parameters are sharded over `dp`; otherwise, they are replicated.
-        local_inputs: whether each data rank passes its own rows instead of all rows.
+        local: `inputs`, if each data rank passes its own rows instead of all rows; and `outputs`, if it gets the
+            outputs of its own rows instead of those of all rows.
     """
 
     def __init__(
@@ -63,16 +64,20 @@ class Runtime:
         islands: Mapping[str, str],
         recompute: Sequence[str] = (),
         shard_parameters: bool = True,
-        local_inputs: bool = False,
+        local: Sequence[str] = (),
     ):
         self.mesh, self.dp = mesh, ranks_of(mesh, "dp")
         self.parameters, self.inputs, self.outputs, self.islands = parameters, inputs, outputs, islands
-        self.recompute, self.shard_parameters, self.local_inputs = recompute, shard_parameters, local_inputs
+        self.recompute, self.shard_parameters, self.local = recompute, shard_parameters, local
         self.gathered: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
         self.mode = Functions(mesh, self.gather)
 
     def apply(
-        self, model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None, without_data: bool = False
+        self,
+        model: nn.Module,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        without_data: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> nn.Module:
         """Makes the parameters of a module DTensors, and its forward run on the mesh. Returns the module.
 
@@ -80,7 +85,9 @@ class Runtime:
             model: the module; parameters that are not on the meta device must be equal on all ranks.
             state_dict: full tensors by name that replace parameters and buffers.
             without_data: leaves tensors on the meta device where they are.
+            dtype: dtype of parameters in the computation; None: their own, in which gradients are reduced.
         """
+        self.mode.dtype = dtype
         quiet_redistribution()
         replicate_what_has_no_rule()
         materialize(model, self.mesh, self._stored, None if without_data else state_dict or {})
@@ -108,7 +115,7 @@ class Runtime:
         """Returns a stored parameter, gathered over `dp`. Its gradient has the placements of the parameter."""
         if not isinstance(parameter, DTensor):
             return parameter
-        full = Gather.apply(parameter)
+        full = Gather.apply(parameter, self.mode.dtype)
         if full.placements != parameter.placements:
             self.gathered[storage_of(full)] = parameter.detach()
         return full
@@ -130,7 +137,7 @@ class Runtime:
             return packed
         parameter, view, (placements, shape, strides) = packed
         with torch.no_grad():
-            local = full_over_dp(parameter).to_local().as_strided(*view)
+            local = full_over_dp(parameter, self.mode.dtype).to_local().as_strided(*view)
             return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=strides)
 
     # ---- modules
@@ -165,22 +172,34 @@ class Runtime:
 
     def _convert(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of the full module: shards the inputs, and gathers the outputs."""
-        args, kwargs = self._sharded_inputs(args, kwargs)
+        rows = batch_rows((args, kwargs))
+        if rows is not None and "inputs" in self.local:
+            rows *= self.dp
+        args, kwargs = self._sharded_inputs(rows, args, kwargs)
+        leave = partial(self._own_rows, rows) if "outputs" in self.local else _full
         with self.mode, torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            out = map_tensors(_full, forward(*args, **kwargs))
-            map_objects(_full, out)
+            out = map_tensors(leave, forward(*args, **kwargs))
+            map_objects(leave, out)
             return out
 
-    def _sharded_inputs(self, args: Any, kwargs: Any) -> Any:
-        rows = batch_rows((args, kwargs))
-        even = self.local_inputs or (rows is not None and rows % self.dp == 0)
+    def _own_rows(self, rows: int | None, value: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of this data rank, of an output that has all rows; other outputs are gathered."""
+        if not isinstance(value, DTensor) or value.dim() == 0 or value.shape[0] != rows:
+            return _full(value)
+        placements = placements_on(self.mesh, Shard(0), Replicate())
+        return value.redistribute(placements=placements).to_local(grad_placements=placements)
+
+    def _sharded_inputs(self, rows: int | None, args: Any, kwargs: Any) -> Any:
+        local = "inputs" in self.local
+        even = local or (rows is not None and rows % self.dp == 0)
+        given = rows // self.dp if local and rows is not None else rows  # rows of a tensor before it is sharded
 
         def enter(value: torch.Tensor) -> torch.Tensor:
             if isinstance(value, DTensor):
                 return value
-            by_rows = even and value.dim() > 0 and value.shape[0] == rows
+            by_rows = even and value.dim() > 0 and value.shape[0] == given
             placements = placements_on(self.mesh, Shard(0) if by_rows else Replicate(), Replicate())
-            if self.local_inputs:
+            if local:
                 return DTensor.from_local(value, self.mesh, placements, run_check=False)
             whole = DTensor.from_local(value, self.mesh, replicated_on(self.mesh), run_check=False)
             return whole.redistribute(placements=placements)
@@ -192,21 +211,27 @@ class Gather(torch.autograd.Function):
     """Gathers a parameter over `dp`; its gradient is reduced to the placements of the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> DTensor:  # type: ignore[override]
-        """Returns the parameter, replicated over `dp`."""
-        ctx.placements = parameter.placements
-        return full_over_dp(parameter)
+    def forward(ctx: Any, parameter: DTensor, dtype: torch.dtype | None) -> DTensor:  # type: ignore[override]
+        """Returns the parameter, replicated over `dp`, in a dtype."""
+        ctx.placements, ctx.dtype = parameter.placements, parameter.dtype
+        return full_over_dp(parameter, dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> DTensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
         """Returns the gradient with the parameter's placements: a reduce-scatter of partial sums."""
-        return gradient.redistribute(placements=ctx.placements)
+        return gradient.to(ctx.dtype).redistribute(placements=ctx.placements), None  # pyright: ignore[reportReturnType]
 
 
-def full_over_dp(parameter: DTensor) -> DTensor:
-    """Returns a parameter, replicated over `dp`; over `tp`, it stays sharded."""
+def full_over_dp(parameter: DTensor, dtype: torch.dtype | None = None) -> DTensor:
+    """Returns a parameter, replicated over `dp`; over `tp`, it stays sharded.
+
+    Args:
+        dtype: dtype of the result, if the parameter has floating-point values; None: that of the parameter.
+    """
     placements = with_placement(parameter.device_mesh, parameter.placements, "dp", Replicate())
-    return cast(DTensor, parameter.view_as(parameter)).redistribute(placements=placements)
+    casts = dtype not in (None, parameter.dtype) and parameter.is_floating_point()
+    value = parameter.to(dtype) if casts else parameter.view_as(parameter)  # cast before it is gathered: fewer bytes
+    return cast(DTensor, value).redistribute(placements=placements)
 
 
 def _full(value: torch.Tensor) -> torch.Tensor:

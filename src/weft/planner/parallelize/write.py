@@ -78,7 +78,7 @@ def apply_tables(model, tables, mesh=None, inputs="global"):
         islands=tables["ISLANDS"],
         recompute=tables["RECOMPUTE"],
         shard_parameters=tables["SHARD_PARAMETERS"],
-        local_inputs=inputs == "local",
+        local=["inputs"] if inputs == "local" else [],
     )
     return runtime.apply(model)
 '''

@@ -1,0 +1,128 @@
+"""Custom models that train by plans of `weft parallelize`: every number is that of one process."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from compare import Run, compare
+from matrix import WITHIN
+from torch.distributed.tensor import Shard
+
+import weft
+from weft.cli.main import main
+from weft.config.dump import read_saved
+from weft.errors import ConfigError
+from weft.planner.parallelize.plan import Plan
+from weft.planner.parallelize.read import read_plan
+
+PAGE = (Path(__file__).parents[2] / "docs" / "parallel-own-model.md").read_text(encoding="utf-8")
+CODE = re.sub(
+    r"    weft_sharding = \{.*?\n    \}\n", "", re.search(r"```python\n(.*?)```", PAGE, re.S).group(1), flags=re.S
+)
+COLUMNS_AND_ROWS = {
+    "blocks.*.attention.[qkv].*": Shard(0),
+    "blocks.*.attention.o.weight": Shard(1),
+    "blocks.*.mlp.0.*": Shard(0),
+    "blocks.*.mlp.2.weight": Shard(1),
+    "words.weight": Shard(0),
+}
+
+
+@pytest.fixture
+def net(tmp_path, monkeypatch):
+    """A model without a sharding table; its `module:Class`."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    module = f"planned_gpt_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{module}.py").write_text(CODE)
+    assert "weft_sharding" not in CODE
+    return f"{module}:GPT"
+
+
+def write_run(folder, name, net, parallel, **changes):
+    sections = {
+        "run": {"name": name, "directory": str(folder), "seed": 7},
+        "model": {"type": net, "width": 32, "head_dim": 8, "longest": 32, "vocab_size": 256},
+        "data": {"sequence_length": 32, "train": {"type": "matrix_parts:Sequences"}},
+        "optimizer": {"type": "adamw", "lr": 0.01, "eps": 1e-3},
+        "schedule": {"type": "constant"},
+        "training": {"steps": 2, "dtype": "float64", "threads": 1, "batch_tokens": 8 * 32, "micro_batch_size": 2},
+        "parallel": parallel,
+        "checkpoint": {"every": 1, "keep_last": 10},
+        "log": {"every": 1, "trackers": []},
+    }
+    for section, values in changes.items():
+        sections[section] = {**sections.get(section, {}), **values}
+    file = folder / f"{name}.yaml"
+    file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in sections.items()))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"plan": "tp.py"}, {}),
+        pytest.param({"plan": "dp.json"}, {"plan": "tp.py"}, marks=pytest.mark.matrix),
+        pytest.param("auto", {"plan": "dp.json"}, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_a_planned_run_is_one_process_and_goes_on_without_its_plan(runner, net, tmp_path, first, second):
+    longer = {"training": {"steps": 4}}
+    Plan(tp=2, parameters=COLUMNS_AND_ROWS, inputs={"blocks.*": Shard(1)}, recompute=("blocks.0",)).write("tp.py")
+    Plan(dp=2).write("dp.json")
+    runner.pool.run(write_run(tmp_path, "alone", net, {}, **longer), 1, seconds=120)
+    runner.pool.run(write_run(tmp_path, "planned", net, first), 2, seconds=120)
+    runner.pool.run(write_run(tmp_path, "planned", net, second, **longer), 2 if second else 1, seconds=120)
+    difference = compare(Run(tmp_path / "alone"), Run(tmp_path / "planned"))
+    assert difference.largest <= WITHIN, difference.wrong()
+
+
+def test_auto_keeps_the_plan_of_the_last_session(net, tmp_path, capsys):
+    assert main(["train", str(write_run(tmp_path, "auto", net, "auto"))]) == 0
+    assert "parallel: dp 1, tp 1 (auto; " in capsys.readouterr().err
+    saved, plan = read_saved(tmp_path / "auto" / "config.yaml")["parallel"], read_plan("auto/plan.py")
+    assert (saved["dp_shard"], saved["tp"], saved["plan"]) == (1, 1, str(tmp_path / "auto" / "plan.py"))
+    assert plan.structure
+    (tmp_path / "auto" / "plan.json").write_text(json.dumps(plan.to_json() | {"notes": {"kept": "yes"}}))
+    assert main(["train", str(write_run(tmp_path, "auto", net, "auto", training={"steps": 3}))]) == 0
+    assert read_plan("auto/plan.py").notes == {"kept": "yes"}
+    assert len(Run(tmp_path / "auto").steps) == 3
+
+
+@pytest.mark.parametrize(
+    ("parallel", "changes", "words"),
+    [
+        ({"plan": "none.py"}, {}, ["parallel.plan: none.py: no such file", "weft parallelize my:Net"]),
+        ({"plan": "dp.json", "cp": 2}, {}, ["parallel.cp", "the plan of a custom model decides it"]),
+        ({"auto": True, "offload": "optimizer"}, {}, ["parallel.offload", "remove the key"]),
+        ({"plan": "dp.json"}, {"training": {"compile": True}}, ["training.compile", "not supported with a plan"]),
+        (
+            {"plan": "dp.json"},
+            {"training": {"activation_checkpointing": "full"}},
+            ["training.activation_checkpointing: the plan of a custom model decides it"],
+        ),
+    ],
+)
+def test_keys_that_a_plan_does_not_support_are_reported(net, tmp_path, parallel, changes, words):
+    Plan(dp=2).write("dp.json")
+    with pytest.raises(ConfigError) as error:
+        weft.RunConfig.load(write_run(tmp_path, "bad", net, parallel, **changes))
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("plan", "parallel", "words"),
+    [
+        (Plan(dp=2), {}, "is for 2 devices (dp 2 x tp 1), and the run has 1; start 2 (--nproc 2)"),
+        (Plan(), {"tp": 1, "dp_shard": 1}, "the plan is for a module of the structure 0123"),
+        (Plan(parameters={"nothing": Shard(0)}), {}, "plan: parameters: 'nothing' matches no parameter of GPT"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_one_line(net, tmp_path, capsys, plan, parallel, words):
+    replace(plan, structure="0123" if "structure" in words else "").write("plan.py")
+    assert main(["train", str(write_run(tmp_path, "bad", net, {"plan": "plan.py", **parallel}))]) == 2
+    assert words in capsys.readouterr().err
