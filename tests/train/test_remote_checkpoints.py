@@ -12,6 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from weft.checkpoint import remote as module
 from weft.checkpoint.checkpoint_files import Keep, find_damage
 from weft.checkpoint.load import checkpoints
+from weft.checkpoint.uploader import Uploader
 from weft.cli.main import main
 from weft.errors import UserError
 
@@ -111,7 +112,7 @@ def test_the_best_checkpoint_stays_in_the_store_after_the_run_directory_is_lost(
     record = {"metric": "validation_loss", "mode": "min", "values": values}
     (run / "checkpoints" / "best.json").write_text(json.dumps(record))
     shutil.rmtree(run / "checkpoints" / "step-00000010")  # only the newest is downloaded
-    uploader = module.Uploader(copies, run, Keep(1, None, 1))
+    uploader = Uploader(copies, run, Keep(1, None, 1))
     uploader.start(run / "checkpoints" / "step-00000030")
     uploader.finish()
     assert copies.steps() == [10, 30]
@@ -125,14 +126,14 @@ def test_a_later_checkpoint_from_which_the_run_did_not_continue_does_not_displac
         folder.mkdir(parents=True)
         (folder / "some").write_text("content")
     copies.upload(run / "checkpoints" / "step-00000020", run)
-    uploader = module.Uploader(copies, run, Keep(1))
+    uploader = Uploader(copies, run, Keep(1))
     uploader.start(run / "checkpoints" / "step-00000015")
     uploader.finish()
     assert copies.steps() == [15]
 
 
 def test_a_checkpoint_that_is_deleted_before_it_is_copied_is_reported(tmp_path):
-    uploader = module.Uploader(module.RemoteRun("memory://bucket/late", "a1"), tmp_path, Keep(1))
+    uploader = Uploader(module.RemoteRun("memory://bucket/late", "a1"), tmp_path, Keep(1))
     uploader.start(tmp_path / "checkpoints" / "step-00000010")
     with pytest.raises(UserError, match=r"step-00000010 was deleted.*checkpoint\.keep_last"):
         uploader.finish()
@@ -168,7 +169,7 @@ def test_half_an_upload_is_never_used(train, capsys):
     assert steps(run) == [2, 4]  # the training itself ended
     Flaky.failures = set()
     train("half", "training.steps=4", url="flaky://bucket")
-    assert "copied step-00000004 to flaky://bucket/half" in capsys.readouterr().err
+    assert "copying step-00000004 to flaky://bucket/half" in capsys.readouterr().err
     assert [name.split("/")[-2] for name in stored(Flaky)] == ["step-00000002", "step-00000004"]
     Flaky.store.pop(stored(Flaky)[-1])  # half an upload again
     lost(run)

@@ -43,8 +43,8 @@ def open_local(run: Path, directory: str | None) -> Path:
     with report_write_errors(folder, "set checkpoint.local.directory"):
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_others(parent)
+        replace_file(run / RECORD, json.dumps({"folder": str(folder)}) + "\n")  # first, so that no folder is forgotten
         folder.mkdir(mode=0o700, exist_ok=True)
-        replace_file(run / RECORD, json.dumps({"folder": str(folder)}) + "\n")
     return folder
 
 

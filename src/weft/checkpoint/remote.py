@@ -11,16 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.best import RECORD as BEST
-from weft.checkpoint.best import read_values
 from weft.errors import UserError
 from weft.files import hidden_folder, publish, read_json, replace_file, sync_tree
 from weft.formatting import masked
@@ -54,7 +51,8 @@ class RemoteRun:
             raise UserError(f"checkpoint.remote: {masked(url)} is no URL; use one such as s3://bucket/prefix")
         try:
             self.store, self.root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True)
-            if hasattr(self.store, "auto_mkdir"):  # of a folder
+            self._is_folder = hasattr(self.store, "auto_mkdir")
+            if self._is_folder:
                 self.store.auto_mkdir = True
         except ImportError as error:
             raise UserError(f"checkpoint.remote: {error}; for s3:// run `pip install 'weft-train[remote]'`") from None
@@ -80,18 +78,22 @@ class RemoteRun:
     def begin(self) -> None:
         """Makes this run the one that other hosts find. Raises UserError if the store cannot be written."""
         content = json.dumps({"run": self.name}).encode()
-        self._reads(lambda: self.store.pipe_file(f"{self.root}/{CURRENT}", content))
+        self._reads(lambda: self._write(f"{self.root}/{CURRENT}", content))
 
     def steps(self) -> list[int]:
         """Returns the steps of complete checkpoints, the lowest first. Raises UserError if the store cannot be read."""
+        return [step for step, complete in self.uploads().items() if complete]
 
-        def find() -> list[int]:
+    def uploads(self) -> dict[int, bool]:
+        """Returns whether each checkpoint, the lowest step first, is complete. Raises UserError as `steps`."""
+
+        def find() -> dict[int, bool]:
             self.store.invalidate_cache()
             if not _exists(self.store, self._path()):
-                return []
+                return {}
             found = [Path(str(one).rstrip("/")) for one in self.store.ls(self._path(), detail=False)]
-            steps = [step for one in found if (step := files.step_of(one)) is not None]
-            return sorted(step for step in steps if _exists(self.store, self._of(step, COMPLETE)))
+            steps = sorted(step for one in found if (step := files.step_of(one)) is not None)
+            return {step: _exists(self.store, self._of(step, COMPLETE)) for step in steps}
 
         return self._reads(find)
 
@@ -99,7 +101,9 @@ class RemoteRun:
         return self._path(files.checkpoint_name(step), *names)
 
     def upload(self, checkpoint: Path, run: Path) -> None:
-        """Copies a checkpoint, and then the small files of the run directory, which replace earlier ones.
+        """Copies a checkpoint and the small files of the run directory, which replace earlier ones.
+
+        The small files come before the marker of completeness: a host that continues has the metrics of all steps.
 
         Raises:
             FileNotFoundError: the checkpoint was deleted meanwhile.
@@ -111,8 +115,17 @@ class RemoteRun:
         self._remove_marker(step)
         for name, size in sizes.items():
             self._attempt(lambda name=name, size=size: self._put(checkpoint / name, self._of(step, name), size))
-        self._attempt(lambda: self.store.pipe_file(self._of(step, COMPLETE), json.dumps({"files": sizes}).encode()))
         self.upload_side_files(run)
+        self._attempt(lambda: self._write(self._of(step, COMPLETE), json.dumps({"files": sizes}).encode()))
+
+    def _write(self, target: str, content: bytes) -> None:
+        """Writes a small object. A kill leaves the old one or the new one, also in a store that is a folder."""
+        if not self._is_folder:
+            return self.store.pipe_file(target, content)
+        partial = self._path(".partial")
+        self.store.pipe_file(partial, content)
+        self.store.mv(partial, target)
+        return None
 
     def _put(self, source: Path, target: str, size: int) -> None:
         self.store.put_file(str(source), target)  # in several parts where it is large
@@ -128,13 +141,23 @@ class RemoteRun:
             if file.is_file():
                 target = self._path("run", file.relative_to(run).as_posix())
                 content = file.read_bytes()  # a file that grows meanwhile
-                self._attempt(lambda target=target, content=content: self.store.pipe_file(target, content))
+                self._attempt(lambda target=target, content=content: self._write(target, content))
 
     def delete(self, steps: Iterable[int]) -> None:
         """Deletes checkpoints. Raises what the store raises in the last attempt."""
         for step in steps:
             self._remove_marker(step)
             self._attempt(lambda step=step: self.store.rm(self._of(step), recursive=True))
+
+    def delete_incomplete(self) -> None:
+        """Deletes incomplete uploads, which kills left. Not while one is in progress. Raises as `delete`."""
+        self.delete(step for step, complete in self.uploads().items() if not complete)
+        if hasattr(self.store, "list_multipart_uploads"):  # S3 keeps, and bills, the parts of a killed upload
+            bucket, _, prefix = self._path().partition("/")
+            for one in self._attempt(lambda: self.store.list_multipart_uploads(bucket)):
+                if one["Key"].startswith(prefix):
+                    names = {"Bucket": bucket, "Key": one["Key"], "UploadId": one["UploadId"]}
+                    self._attempt(lambda names=names: self.store.call_s3("abort_multipart_upload", **names))
 
     def _remove_marker(self, step: int) -> None:
         path = self._of(step, COMPLETE)
@@ -177,7 +200,7 @@ class RemoteRun:
             return self._attempt(action)
         except Exception as error:  # of any library
             raise UserError(
-                f"checkpoint.remote: {masked(self.url)}: {_reason(error)}; check the URL and the credentials"
+                f"checkpoint.remote: {masked(self.url)}: {reason(error)}; check the URL and the credentials"
             ) from error
 
     def _attempt(self, action: Callable[[], Result]) -> Result:
@@ -188,7 +211,7 @@ class RemoteRun:
                 local = isinstance(error, FileNotFoundError | PermissionError)
                 if number == TRIES - 1 or local:
                     raise
-                log.info("%s: %s; trying again", masked(self.url), _reason(error))
+                log.info("%s: %s; trying again", masked(self.url), reason(error))
                 time.sleep(FIRST_WAIT * 2**number)
         raise AssertionError
 
@@ -202,7 +225,8 @@ def _exists(store: Any, path: str) -> bool:
     return True
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Returns the kind and the text of an error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
@@ -253,98 +277,3 @@ def _recorded(run: Path, url: str) -> str | None:
     content = read_json(run / RECORD)
     found = content.get("run") if isinstance(content, dict) and content.get("url") == url else None
     return found if isinstance(found, str) and found.isalnum() else None
-
-
-class Uploader:
-    """Copies complete checkpoints to an object store in a thread, one at a time; newer ones replace those that wait.
-
-    Args:
-        remote: the run in the store.
-        run: the run directory.
-        keep: which checkpoints stay in the store.
-    """
-
-    def __init__(self, remote: RemoteRun, run: Path, keep: files.Keep):
-        self.remote, self.run, self.keep = remote, run, keep
-        self._waiting: Path | None = None
-        self._thread: threading.Thread | None = None  # None once it has found that no checkpoint waits
-        self._lock = threading.Lock()  # of both
-        self._problem: str | None = None
-        self._copied = False
-
-    def start(self, checkpoint: Path) -> None:
-        """Copies a checkpoint as soon as the one in progress is copied."""
-        with self._lock:
-            self._waiting = checkpoint
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
-                self._thread.start()
-
-    def _next(self) -> Path | None:
-        with self._lock:
-            checkpoint, self._waiting = self._waiting, None
-            if checkpoint is None:
-                self._thread = None  # `start` begins another one
-            return checkpoint
-
-    def _join(self) -> None:
-        thread = self._thread
-        if thread is not None:
-            thread.join()
-
-    def _work(self) -> None:
-        while (checkpoint := self._next()) is not None:
-            try:
-                self.remote.upload(checkpoint, self.run)
-                self._problem, self._copied = None, True
-                self.remote.delete(self._surplus(files.step_of(checkpoint) or 0))
-            except Exception as error:  # of any library; `problem` tells it
-                self._problem = _reason(error)
-                if isinstance(error, FileNotFoundError) and not checkpoint.exists():
-                    self._problem = f"{checkpoint.name} was deleted before it was copied; save less often, or raise "
-                    self._problem += "checkpoint.keep_last"
-
-    def _surplus(self, newest: int) -> list[int]:
-        """Returns the steps to delete in the store after the upload of `newest`.
-
-        Later ones are among them: the run did not continue from them, because they are damaged or were set aside.
-        """
-        found = self.remote.steps()
-        steps = [step for step in found if step <= newest]
-        kept = set(steps)
-        with suppress(UserError):
-            # The run directory of a host that continued the run does not have all checkpoints of the store.
-            best = read_values(self.run / files.FOLDER).best(steps)
-            kept = files.kept_steps(steps, self.keep, best) | {newest}
-        return [step for step in found if step not in kept]
-
-    def problem(self) -> str | None:
-        """Returns why the last checkpoint could not be copied, once; None if it could."""
-        found, self._problem = self._problem, None
-        if found is None:
-            return None
-        return f"checkpoint.remote: the checkpoint could not be copied to {masked(self.remote.url)}: {found}"
-
-    def finish(self) -> None:
-        """Waits until the last checkpoint is copied. Raises UserError if it could not be.
-
-        Copies the small files once more: the metrics of the last step may be written after its checkpoint.
-        """
-        self._join()
-        if self._copied and self._problem is None:
-            try:
-                self.remote.upload_side_files(self.run)
-            except Exception as error:  # of any library
-                self._problem = _reason(error)
-        if (problem := self.problem()) is not None:
-            raise UserError(f"{problem}; the run directory has all checkpoints: run the same command again")
-
-    def forget_after(self, step: int) -> None:
-        """Deletes the checkpoints of later steps, after a rollback. Raises UserError if that fails."""
-        with self._lock:
-            self._waiting = None
-        self._join()
-        try:
-            self.remote.delete(one for one in self.remote.steps() if one > step)
-        except Exception as error:  # of any library
-            raise UserError(f"checkpoint.remote: {masked(self.remote.url)}: {_reason(error)}") from error

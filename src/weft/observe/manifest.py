@@ -71,6 +71,12 @@ def write_manifest(run_directory: str | Path, config: Any, *, resumed_step: int 
     return _write(run_directory, manifest)
 
 
+def ended_at(run_directory: str | Path) -> int | None:
+    """Returns the step at which the last session of a run ended; None if it was killed, or there was none."""
+    sessions = read_manifest(run_directory).get("sessions", [])
+    return sessions[-1].get("last_step") if sessions else None
+
+
 def end_session(run_directory: str | Path, *, status: str, step: int, **facts: float) -> Path:
     """Records the time and status of the end of the last session in the manifest.
 

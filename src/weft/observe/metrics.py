@@ -25,14 +25,21 @@ from weft.files import replace_file, report_write_errors
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 # JSON has no NaN and no infinities; they are written as {"loss": null, "nonfinite": {"loss": "nan"}}
 NONFINITE = "nonfinite"
+# Built-in metrics that differ between equal runs.
+OF_MACHINE = ("tokens_per_second", "mfu", "memory_bytes", "step_seconds", "data_seconds", "warmup_seconds")
 # The names of built-in metrics; custom metrics must have other names, which do not begin with `validation_`.
 NAMES = frozenset(
     (
-        *("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "step_seconds"),
-        *("data_seconds", "warmup_seconds", "learned_tokens", "expert_load", "dropped", "loss_scale", "skipped"),
+        *("step", "tokens", "loss", "lr", "grad_norm", *OF_MACHINE),
+        *("learned_tokens", "expert_load", "dropped", "loss_scale", "skipped"),
         NONFINITE,
     )
 )
+
+
+def as_number(value: Any) -> Any:
+    """Returns the number of a scalar of torch or numpy; other values unchanged."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def encode(record: dict[str, Any]) -> bytes:
@@ -44,8 +51,7 @@ def encode(record: dict[str, Any]) -> bytes:
     plain: dict[str, Any] = {}
     nonfinite: dict[str, str] = {}
     for key, value in record.items():
-        if hasattr(value, "item"):  # a scalar of torch or numpy
-            value = value.item()
+        value = as_number(value)
         if isinstance(value, float) and not math.isfinite(value):
             nonfinite[key] = str(value)
             value = None

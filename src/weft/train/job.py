@@ -9,11 +9,13 @@ from typing import Any
 
 from weft.checkpoint.checkpoint_files import Keep, step_of
 from weft.checkpoint.load import checkpoints
-from weft.checkpoint.remote import RemoteRun, Uploader, open_remote
+from weft.checkpoint.remote import RemoteRun, open_remote
+from weft.checkpoint.uploader import Uploader
 from weft.config.run import RunConfig
 from weft.config.trust import remember_code
 from weft.formatting import masked
 from weft.observe.console import Console
+from weft.observe.manifest import ended_at
 from weft.parallel.world import World
 from weft.processes import attempt
 from weft.train.auto_settings import agree_on_settings
@@ -71,6 +73,13 @@ class Job:
                 self.run.raise_unless_accepted(self.changes, step, accepted, self.console.warning)
 
         self.world.agree(compare, only_first=True)
+
+    def has_ended(self, step: int, steps: int) -> bool:
+        """Whether there is nothing left to do for a run of `steps` steps that has made `step`. All ranks call it.
+
+        A run that was killed after its last checkpoint still has to write metrics and report, and to delete files.
+        """
+        return step > steps or self.world.agree(lambda: ended_at(self.run.path) == step, only_first=True)
 
     def copy_last(self) -> None:
         """Copies the newest checkpoint to the store of `checkpoint.remote` if it has no copy. All ranks call it.

@@ -141,15 +141,15 @@ class Loop:
         self.monitor.begin(step)
         self.integrity.begin(step)
         self.callbacks.call("begin", self.state)
-        self.repeat_validation(step, missed=not self.saved.get("validated", True))
+        if lost := self.world.agree(lambda: self.recorder.lost_metrics(step, self.saved), only_first=True):
+            self.state.metrics, self.state.logged = lost, self.due(step, self.config.log.every)
+            self.finish_step(step)
+        else:
+            self.repeat_validation(step, missed=not self.saved.get("validated", True))
         return self.state
 
     def repeat_validation(self, step: int, *, missed: bool) -> None:
-        """Repeats the validation of a step whose checkpoint was saved before it, if a callback's state depends on it.
-
-        Args:
-            missed: whether the checkpoint was saved before a validation that was due.
-        """
+        """Repeats a validation that a checkpoint `missed` by being saved before it, if a callback's state needs it."""
         every = self.length.validation_every
         missed = missed and self.data.validates and every is not None and step % every == 0
         if missed and self.callbacks.depend_on_validations:
@@ -268,13 +268,16 @@ class Loop:
         return loss, clip_gradients(self.parameters, limit, world.pp_group, world.device), scalars
 
     def after_update(self, step: int) -> None:
-        """Calls the callbacks' `step`. Then saves, validates, generates samples and writes metrics, each if due."""
+        """Calls the callbacks' `step`. Then saves, if due, and finishes the step."""
         self.callbacks.call("step", self.state)
         self.saver.after_update(step)
+        self.finish_step(step)
+
+    def finish_step(self, step: int) -> None:
+        """Validates, generates samples and writes metrics, each if due. A resumed run does it after a kill."""
         if self.data.validates and self.due(step, self.length.validation_every):
             self.validate(step)
         if self.sampler is not None and self.due(step, self.length.samples_every):
-            doing(f"step {step:,}, writing samples", "samples", LONG)
             self.sampler.write(step, self.recorder)
         self.recorder.write(self.state)
 

@@ -146,9 +146,11 @@ class RankWatch:
         state, saver = self.loop.state, self.loop.saver
         if self._ended.wait(0):
             return
-        local = saver.local_at == state.step
+        local, durable = saver.local_at == state.step, saver.durable_at == state.step
         if self.rank == 0:
             begin = f"step {state.step:,} is not saved in {self.run} within {state.stop.within:g} s (--stop-within)"
             rest = "it is in the local checkpoint, from which the same command resumes on this host"
-            print(f"{begin}; {rest if local else status.progress.doing}", file=sys.stderr, flush=True)
-        os._exit(128 + (state.stop.received or 15) if local else EXIT_LOST)
+            if durable:
+                begin, rest = f"step {state.step:,} is saved in {self.run}", "the same command resumes from it"
+            print(f"{begin}; {rest if local or durable else status.progress.doing}", file=sys.stderr, flush=True)
+        os._exit(128 + (state.stop.received or 15) if local or durable else EXIT_LOST)

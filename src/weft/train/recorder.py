@@ -122,7 +122,6 @@ class Recorder:
         self.closed_at_end += [self.metrics, self.written_samples]
         for file in (self.metrics, self.written_samples):
             file.keep_until(step)
-        self._warn_of_missing_metrics(step)
         info = RunInfo(path, path.name, masked(config.as_dict()), step or None)
         self.tracking = Tracking(config.log.trackers, info, self.console)
         self.closed_at_end.append(self.tracking)
@@ -134,16 +133,27 @@ class Recorder:
         for opened in self.closed_at_end:
             opened.close()
 
-    def _warn_of_missing_metrics(self, step: int) -> None:
-        """Warns if the metrics file ends before the resumed step, for example because the file was not copied."""
+    def lost_metrics(self, step: int, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the metrics of the resumed step from its checkpoint, if the metrics file lacks them; otherwise {}.
+
+        A kill between the save and the end of the step loses them. Removes the step's samples, which are made again.
+        Warns if earlier metrics are missing too, for example because the file was not copied. The first rank calls it.
+
+        Args:
+            saved: the state in the checkpoint.
+        """
         last = self.metrics.last or 0
+        found = saved.get("metrics", {}) if last < step else {}
         every = (self.job.run.saved or {}).get("log", {}).get("every", self.config.log.every)
-        if last + every <= step:
+        if last + every <= step - bool(found):
             ends = f"ends at step {last:,}" if last else "has no line"
             self.console.warning(
                 f"{self.metrics.path} {ends}, but the run resumes after step {step:,}: the report lacks the metrics of "
                 "the steps in between; to keep these metrics, stop the run and restore the file from a copy"
             )
+        if found:
+            self.written_samples.keep_until(step - 1)
+        return dict(found)
 
     def _introduce(self, parameters: int, trained: int, step: int, plan: MixturePlan | None) -> None:
         training, length = self.config.training, self.length

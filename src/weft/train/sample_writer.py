@@ -15,6 +15,7 @@ from weft.generation.cache import BLOCK
 from weft.generation.limits import check_prompts
 from weft.generation.settings import Sampling
 from weft.generation.text import generate_ids
+from weft.observe.status import LONG, doing
 from weft.parallel.full_model import gather_full_model
 from weft.train.auto_settings import DTYPES
 from weft.train.job import Job
@@ -53,6 +54,7 @@ class Sampler:
         """
         if self.tokenizer is None:
             return
+        doing(f"step {step:,}, writing samples", "samples", LONG)
         config, model, shape = self.job.config, self.model, self.job.world.shape
         tp = 1 if isinstance(config.model, ModelSection) else shape.tp  # the engine runs decoders that `tp` shards
         if shape.pp * shape.cp * tp > 1 and not isinstance(config.model, TransformersModelSection):

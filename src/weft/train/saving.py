@@ -12,13 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint.background import BackgroundSaver
 from weft.checkpoint.best import note_value
-from weft.checkpoint.checkpoint_files import FOLDER, Keep, checkpoint_name, link_best, list_checkpoints, step_of
+from weft.checkpoint.checkpoint_files import (
+    FOLDER,
+    Keep,
+    checkpoint_name,
+    link_best,
+    list_checkpoints,
+    prune,
+    remove_leftovers,
+    step_of,
+)
 from weft.checkpoint.load import checkpoints
 from weft.checkpoint.local import KEPT, open_local, recorded_folder
-from weft.checkpoint.remote import Uploader
 from weft.checkpoint.save import Content, stage
+from weft.checkpoint.uploader import Uploader
 from weft.errors import UserError
 from weft.files import remove, report_write_errors
+from weft.formatting import masked
+from weft.observe.metrics import OF_MACHINE, as_number
 from weft.observe.status import LONG, doing
 from weft.parallel.ranks import all_gather_object, error_on_all_ranks
 from weft.processes import boot_id
@@ -29,6 +40,7 @@ if TYPE_CHECKING:
 LOCAL_SECONDS = 120.0  # default of checkpoint.local.seconds
 SLOWER = 2.0  # a save before a deadline is expected to take this many times as long as the last one
 PATIENCE = 30.0  # seconds in which a checkpoint in progress can be completed after a failure
+LEAVING = 1.0  # seconds before a deadline when the copy in an object store is given up, to end in order
 log = logging.getLogger("weft.train")
 
 
@@ -61,6 +73,9 @@ class Saver:
         if (remote := self.loop.job.remote) is not None:
             self._uploader = Uploader(remote, self.loop.job.run.path, self._keep)
         world, path = self.loop.world, self.loop.job.run.path
+        world.agree(self._copy_again, only_first=True)
+        if step == self.loop.length.steps:
+            world.agree(self._tidy, only_first=True)
         if step and not world.agree(lambda: step in map(step_of, checkpoints(path)), only_first=True):
             self.loop.saved_at = -1  # only a local checkpoint has this step
         if local is None:
@@ -223,11 +238,34 @@ class Saver:
             UserError: the last checkpoint could not be written or copied, on all ranks.
         """
         self.finish()
-        if self._local is not None and self.loop.world.rank == 0:
-            remove(self._local)
+        self.loop.world.agree(self._clear_local, only_first=True)
         if self.settings.remote is not None:
             doing("copying the last checkpoint to the object store", "save", LONG)
-        self.loop.world.agree(lambda: None if self._uploader is None else self._uploader.finish(), only_first=True)
+        self.loop.world.agree(self._finish_copies, only_first=True)
+
+    def _copy_again(self) -> None:
+        """Copies the newest checkpoint to the store if the last session, which was killed or stopped, did not."""
+        uploader, found = self._uploader, checkpoints(self.loop.job.run.path)
+        if uploader is not None and found and step_of(found[-1]) not in uploader.remote.steps():
+            self.loop.job.console.line(f"copying {found[-1].name} to {masked(uploader.remote.url)}")
+            uploader.start(found[-1])
+
+    def _finish_copies(self) -> None:
+        if self._uploader is not None:
+            left = self.loop.state.stop.left
+            if (warning := self._uploader.finish(None if left is None else max(left - LEAVING, 0.0))) is not None:
+                self.loop.job.console.warning(warning)
+
+    def _tidy(self) -> None:
+        """Ends the last save of the run, whose session was killed; that of another step is ended by the next save."""
+        if (folder := self.loop.job.run.path / FOLDER).is_dir():
+            remove_leftovers(folder)
+            prune(folder, self._keep)
+
+    def _clear_local(self) -> None:
+        """Deletes the local checkpoints, also those of earlier sessions."""
+        if (local := recorded_folder(self.loop.job.run.path)) is not None:
+            remove(local)
 
     def __enter__(self) -> Saver:
         return self
@@ -265,6 +303,9 @@ class Saver:
         loop = self.loop
         validates = loop.data.validates and loop.due(step, loop.length.validation_every)
         pending = validates and loop.validated_at != step
+        metrics = loop.state.metrics if loop.state.logged or validates else {}  # not yet written, if the step goes on
+        # Without times, which would make the checkpoints of equal runs differ.
+        kept = {name: as_number(value) for name, value in metrics.items() if name not in OF_MACHINE}
         return {
             "step": step,
             "tokens": loop.tokens,
@@ -272,6 +313,7 @@ class Saver:
             **loop.scale.state(),
             **loop.guard.state(),
             **({"frozen_models": loop.frozen.records} if loop.frozen.records else {}),
+            **({"metrics": kept} if kept else {}),
             **({"callbacks": callbacks, "validated": not pending} if loop.callbacks.found else {}),
         }
 

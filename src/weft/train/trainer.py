@@ -134,7 +134,7 @@ class Trainer:
         self.config.raise_unless_complete()
         with (built := self._build()).cleanup:
             step, steps, world = built.step, built.data.length.steps, built.job.world
-            if steps is not None and step >= steps:
+            if steps is not None and step >= steps and built.job.has_ended(step, steps):
                 built.job.copy_last()
                 self.console.line(built.job.run.nothing_to_do(step, steps))
                 world.close()
