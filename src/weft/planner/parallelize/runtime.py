@@ -219,7 +219,8 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
         """Returns the gradient with the parameter's placements: a reduce-scatter of partial sums."""
-        return gradient.to(ctx.dtype).redistribute(placements=ctx.placements), None  # pyright: ignore[reportReturnType]
+        summed = cast(DTensor, gradient.to(ctx.dtype))
+        return summed.redistribute(placements=ctx.placements), None
 
 
 def full_over_dp(parameter: DTensor, dtype: torch.dtype | None = None) -> DTensor:
