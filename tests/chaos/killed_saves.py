@@ -102,7 +102,7 @@ def result(run: Path) -> dict:
     return {
         "losses": [[line["step"], *(line.get(name) for name in names)] for line in lines],
         "tensors": digests,
-        "checkpoints": sorted(path.name for path in run.glob("checkpoints/*")),
+        "checkpoints": sorted(path.name for path in run.glob("checkpoints/[!.]*")),  # `look_after` sees hidden folders
     }
 
 

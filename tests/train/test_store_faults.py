@@ -88,6 +88,14 @@ class Proxy(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
 
 
+def reset() -> None:
+    """Empties the server: its state outlives it."""
+    connection = http.client.HTTPConnection(*Proxy.target)
+    connection.request("POST", "/moto-api/reset")
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
 @pytest.fixture
 def s3(monkeypatch):
     """A bucket of an S3 server behind the proxy; an `s3fs` that does not ask the proxy."""
@@ -102,6 +110,7 @@ def s3(monkeypatch):
     moto.start()
     Proxy.target, Proxy.times, Proxy.struck = moto.get_host_and_port(), 0, 0
     Proxy.release = threading.Event()
+    reset()
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
@@ -109,9 +118,7 @@ def s3(monkeypatch):
     direct.mkdir("bucket")
     yield direct
     Proxy.release.set()
-    reset = http.client.HTTPConnection(*Proxy.target)
-    reset.request("POST", "/moto-api/reset")  # the server's state outlives it
-    reset.getresponse()
+    reset()
     proxy.shutdown()
     proxy.server_close()
     moto.stop()
