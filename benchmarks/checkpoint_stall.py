@@ -1,10 +1,11 @@
 """Seconds that a training waits for a checkpoint: Weft's sync and async saves, DCP's, Accelerate's and torch.save.
 
-    .venv/bin/python benchmarks/checkpoint_stall.py [--shape 14m] [--saves 2] [--directory DIR] [--quick]
+    .venv/bin/python benchmarks/checkpoint_stall.py [--shape 14m] [--saves 2] [--every 50] [--directory DIR] [--quick]
 
 One process trains a Llama with AdamW in float32, and saves weights and optimizer state after some steps. A stall is the
 time that the call takes in the training's thread; the steps until the save is complete are timed beside steps without a
-save. Each way is a process of its own. Writes a table (.md) and all numbers (.json) into benchmarks/results.
+save. Then the last checkpoint is loaded. Each way is a process of its own. Writes a table (.md) and all numbers
+(.json) into benchmarks/results.
 """
 
 import argparse
@@ -19,7 +20,16 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import SHAPES, available_cores, job, measured_apart, processor, slug, write_results  # noqa: E402
+from common import (  # noqa: E402
+    SHAPES,
+    available_cores,
+    job,
+    load_before,
+    measured_apart,
+    processor,
+    slug,
+    write_results,
+)
 
 WAYS = {
     "weft-sync": "Weft, `checkpoint.mode: sync`",
@@ -32,7 +42,11 @@ WAYS = {
 NOTES = """\
 - Stall: median seconds in the training's thread for one save, after a first save that is not counted. Of async saves it
   contains the copy to memory that the process already has.
+- CPU of the stall: of the training's thread. CPU of a save: of all threads; CPU seconds of steps with
+  saves, less those of steps without. Other programs on the machine disturb these less than times.
 - Whole run: the time of all steps and saves, with the wait for the last save, beside the same steps without saves.
+- Load: the last checkpoint into the model and the optimizer, in the same process. The kernel is asked to forget the
+  files before, also before the disk's own read. Weft verifies every byte.
 - Weft hashes every byte (SHA-256) and waits for the disk (fsync). `dcp.save` also waits for the disk, without a hash;
   Accelerate and torch.save do neither.
 - The disk's own speed is that of one file of the same size, written in blocks of 16 MB, with fsync."""
@@ -114,7 +128,8 @@ def measure(asked: dict) -> dict:
 
     folder = Path(asked["folder"])
     if asked["way"] == "disk":
-        return {"seconds": disk(folder / "file", asked["bytes"])}
+        wrote = disk(folder / "file", asked["bytes"])
+        return {"seconds": wrote, "read": read(folder)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     if asked["way"].startswith("dcp"):
         dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save needs one
@@ -122,20 +137,82 @@ def measure(asked: dict) -> dict:
     save, wait = saver(asked["way"], model, optimizer, folder)
     save(0)  # allocates
     wait()
-    stalls, began = [], time.perf_counter()
+    stalls, stalls_cpu, began, began_cpu = [], [], time.perf_counter(), time.process_time()
     for number in range(1, asked["saves"] * asked["every"] + 1):
         step()
         if number % asked["every"] == 0:
-            before = time.perf_counter()
+            before, before_cpu = time.perf_counter(), time.thread_time()
             save(number)
             stalls.append(time.perf_counter() - before)
+            stalls_cpu.append(time.thread_time() - before_cpu)
     wait()
     with_saves, began = time.perf_counter() - began, time.perf_counter()
+    with_cpu, began_cpu = time.process_time() - began_cpu, time.process_time()
     for _ in range(asked["every"]):
         step()
     without = asked["saves"] * (time.perf_counter() - began)
+    without_cpu = asked["saves"] * (time.process_time() - began_cpu)
     size = 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
-    return {"stalls": stalls, "with": with_saves, "without": without, "bytes": size}
+    forget(folder)
+    began = time.perf_counter()
+    load(asked["way"], model, optimizer, folder, asked["saves"] * asked["every"])
+    return {
+        "stalls": stalls,
+        "stalls_cpu": stalls_cpu,
+        "with": with_saves,
+        "without": without,
+        "with_cpu": with_cpu,
+        "without_cpu": without_cpu,
+        "load": time.perf_counter() - began,
+        "bytes": size,
+    }
+
+
+def load(way: str, model, optimizer, folder: Path, step: int) -> None:
+    """Loads the checkpoint of a step."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    if way.startswith("weft"):
+        from weft.checkpoint import load as weft_load
+
+        weft_load.load(weft_load.find_checkpoint(folder), model=model, optimizer=optimizer)  # verifies
+    elif way == "accelerate":
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model, optimizer)
+        accelerator.load_state(str(folder / str(step)))
+    elif way == "torch":
+        both = torch.load(folder / f"{step}.pt", weights_only=True)
+        model.load_state_dict(both["model"])
+        optimizer.load_state_dict(both["optimizer"])
+    else:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / str(step))
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+def forget(folder: Path) -> None:
+    """Asks the kernel to drop its copies of the files of a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read(folder: Path) -> float:
+    """Seconds to read all files of a folder."""
+    forget(folder)
+    began = time.perf_counter()
+    for path in folder.iterdir():
+        with path.open("rb", buffering=0) as file:
+            while file.read(16 << 20):
+                pass
+    return time.perf_counter() - began
 
 
 def disk(path: Path, size: int) -> float:
@@ -155,21 +232,27 @@ def table(found: dict) -> str:
         "# Stall per checkpoint",
         "",
         f"{found['device']}, {found['threads']} threads; a Llama of {found['shape']} parameters, {size / 1e6:,.0f} MB "
-        f"of weights and AdamW state, a save every {found['every']} steps; the disk writes {speed:.2f} GB/s; "
-        f"{found['date'][:10]}.",
+        f"of weights and AdamW state, a save every {found['every']} steps; the disk writes {speed:.2f} GB/s and "
+        f"reads {size / found['read'] / 1e9:.2f} GB/s; {load_before()}; {found['date'][:10]}.",
         "",
         NOTES,
         "",
-        "| way | stall | of Weft's sync stall | GB/s of the stall | whole run, more than without saves |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "| way | stall | of Weft's sync stall | GB/s of the stall | CPU of the stall | CPU of a save | whole run, more "
+        "than without saves | CPU, more | load, GB/s |",
+        "| --- |" + " ---: |" * 8,
     ]
     sync = statistics.median(found["ways"]["weft-sync"]["stalls"])
     for way, got in found["ways"].items():
         if "failed" in got:
-            lines.append(f"| {WAYS[way]} | {got['failed'].splitlines()[-1][:80]} | | | |")
+            lines.append(f"| {WAYS[way]} | {got['failed'].splitlines()[-1][:80]} |" + " |" * 8)
             continue
         stall, more = statistics.median(got["stalls"]), got["with"] / got["without"] - 1
-        lines.append(f"| {WAYS[way]} | {stall:.3f} s | {stall / sync:.1%} | {size / stall / 1e9:.2f} | {more:+.1%} |")
+        cpu = (got["with_cpu"] - got["without_cpu"]) / len(got["stalls"])
+        lines.append(
+            f"| {WAYS[way]} | {stall:.3f} s | {stall / sync:.1%} | {size / stall / 1e9:.2f} | "
+            f"{statistics.median(got['stalls_cpu']):.3f} s | {cpu:.2f} s | {more:+.1%} | "
+            f"{got['with_cpu'] / got['without_cpu'] - 1:+.1%} | {size / got['load'] / 1e9:.2f} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -195,7 +278,7 @@ def main() -> None:
             if way == "disk":
                 found["bytes"] = next(got["bytes"] for got in found["ways"].values() if "bytes" in got)
                 got = measured_apart(__file__, asked | {"bytes": found["bytes"]})
-                found["disk"] = got["seconds"]
+                found["disk"], found["read"] = got["seconds"], got["read"]
             else:
                 found["ways"][way] = got = measured_apart(__file__, asked)
         finally:
