@@ -16,7 +16,10 @@ from weft.objectives.pretrain import Pretrain
 
 
 class Flip:
-    """Flips the lowest bit of one element of a parameter on one rank, once in the life of a run directory."""
+    """Flips one bit of one element of a parameter on one rank, once in the life of a run directory.
+
+    Not the lowest bit: the rounding of the next update may undo it.
+    """
 
     def __init__(self, *, rank: int = 1, after: int = 5, name: str = "norm.weight"):
         self.rank, self.after, self.name = rank, after, name
@@ -27,7 +30,7 @@ class Flip:
             mark.touch()
             tensor = dict(state.model.named_parameters())[self.name].detach()
             tensor = getattr(tensor, "_local_tensor", tensor)
-            tensor.flatten().view(torch.int64)[:1] ^= 1
+            tensor.flatten().view(torch.int64)[:1] ^= 1 << 20
 
 
 class Unsteady(Pretrain):

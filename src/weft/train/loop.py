@@ -141,7 +141,7 @@ class Loop:
         self.monitor.begin(step)
         self.integrity.begin(step)
         self.callbacks.call("begin", self.state)
-        if lost := self.world.agree(lambda: self.recorder.lost_metrics(step, self.saved), only_first=True):
+        if step and (lost := self.world.agree(lambda: self.recorder.lost_metrics(step, self.saved), only_first=True)):
             self.state.metrics, self.state.logged = lost, self.due(step, self.config.log.every)
             self.finish_step(step)
         else:
