@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -289,10 +289,13 @@ def total_bytes(checkpoint: Path) -> int:
     return sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
 
 
-def find_damage(directory: Path, *, contents: bool = True, rank: int = 0, world_size: int = 1) -> Damage | None:
+def find_damage(
+    directory: Path, *, contents: bool = True, rank: int = 0, world_size: int = 1, only: Collection[str] | None = None
+) -> Damage | None:
     """Returns the first damaged file of a checkpoint; None if the checkpoint is undamaged.
 
     Args:
+        only: names of the files to check. Default: all.
         contents: whether to hash the files. If False, only their existence and sizes are checked.
         rank, world_size: only every `world_size`-th file is hashed, beginning with the file at index `rank`. The sizes
             of all files are checked.
@@ -300,7 +303,7 @@ def find_damage(directory: Path, *, contents: bool = True, rank: int = 0, world_
     digests = read_checksums(directory)
     if isinstance(digests, Damage):
         return digests
-    names = sorted(digests)
+    names = sorted(digests if only is None else only)
     for name in names:
         if (damage := _check(directory / name, digests[name], contents=False)) is not None:
             return damage

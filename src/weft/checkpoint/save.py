@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.adapter_record import record_of, saved_tensors
+from weft.checkpoint.hosts import Hosts
 from weft.checkpoint.storage import SafetensorsWriter
 from weft.checkpoint.tensor_file import Entry
 from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors, optimizer_state, reduce_partial
@@ -60,6 +61,7 @@ class StagedSave:
         target: path of the checkpoint.
         contents: name of each JSON file -> value.
         writer: the files of tensors of this rank.
+        hosts: the hosts of a local checkpoint, each with a folder of its own. None: all ranks write into one folder.
     """
 
     target: Path
@@ -67,12 +69,14 @@ class StagedSave:
     contents: dict[str, Any]
     writer: SafetensorsWriter
     task: str
+    hosts: Hosts | None = None
 
     def write(self, group: dist.ProcessGroup | None = None, workers: int | None = None, reports: bool = True) -> Path:
         """Writes all files, renames the checkpoint and deletes old checkpoints. Every rank must call it.
 
-        All ranks write into a directory with a hidden name. When every file is on the disk, with its size and SHA-256
-        in `checksums.json`, the directory is renamed. Checkpoints that `keep` does not select are deleted before and
+        All ranks write into a directory with a hidden name (of a local checkpoint: into that of their host, which also
+        gets copies from other hosts). When every file is on the disk, with its size and SHA-256 in `checksums.json`,
+        the directory is renamed. Checkpoints that `keep` does not select are deleted before and
         after. An existing checkpoint of this step is replaced atomically.
 
         Args:
@@ -86,30 +90,41 @@ class StagedSave:
                 older checkpoints remain complete.
         """
         partial, folder = partial_path(self.target), self.target.parent
+        hosts = self.hosts or Hosts.shared()
 
         def report(count: int = 0) -> None:
             if reports:
                 doing(self.task, "save", LONG)
 
-        def first(action: Callable[[], None]) -> None:
+        def lead(action: Callable[[], None]) -> None:
             report()
-            ranks.agree(action, only_first=True, group=group)
+            ranks.agree(lambda: action() if hosts.leads else None, group=group)
 
         try:
-            first(lambda: _begin(folder, partial, self.keep, self.writer.bytes))
+            needed = hosts.bytes(ranks.all_gather_object(self.writer.bytes, group))
+            lead(lambda: _begin(folder, partial, self.keep, needed))
             workers = workers or files.threads()
             mine = ranks.agree(lambda: self.writer.write(partial, workers, report), group=group)
-            digests = {name: one for rank in ranks.all_gather_object(mine, group) for name, one in rank.items()}
-            first(lambda: _finish(partial, self.target, {files.INDEX: self.writer.index, **self.contents}, digests))
+            saved = ranks.all_gather_object(mine, group)
+            contents = {files.INDEX: self.writer.index, **self.contents}
+            common = ranks.agree(lambda: _write_json(partial, contents), only_first=True, group=group)
+            hosts.copy(partial, saved, common, group)
+            digests = common | {name: one for rank in saved for name, one in rank.items()}
+            lead(lambda: _finish(partial, digests, hosts.kept(saved) | common.keys()))
+            lead(lambda: publish(partial, self.target, replace=True))
         except Exception as error:  # all ranks get here
-            ranks.agree(lambda: remove(partial), only_first=True, group=group)
-            raise _explain(error, self.target, group) from error
-        first(lambda: files.prune(folder, self.keep, self.target))
+            ranks.agree(lambda: remove(partial) if hosts.leads else None, group=group)
+            raise _explain(error, self.target, group, local=self.hosts is not None) from error
+        lead(lambda: files.prune(folder, self.keep, self.target))
         return self.target
 
 
 def stage(
-    run_directory: str | Path, content: Content, keep: files.Keep, hold: Callable[[Entry], Entry] | None = None
+    run_directory: str | Path,
+    content: Content,
+    keep: files.Keep,
+    hold: Callable[[Entry], Entry] | None = None,
+    hosts: Hosts | None = None,
 ) -> StagedSave:
     """Decides which rank writes what. Every rank must call it. The files are written by `StagedSave.write`.
 
@@ -118,6 +133,7 @@ def stage(
     Args:
         hold: function that copies the tensor of an entry. Default: tensors are read when they are written, so they must
             not change before.
+        hosts: the hosts of a local checkpoint (see `StagedSave`).
     """
     step, model = content.step, content.model
     target = Path(run_directory) / files.FOLDER / files.checkpoint_name(step)
@@ -144,7 +160,7 @@ def stage(
         CheckpointException,
     ) as error:  # CheckpointException is not an Exception; all ranks get here
         raise _explain(error, target) from error
-    return StagedSave(target, keep, contents, writer, task)
+    return StagedSave(target, keep, contents, writer, task, hosts)
 
 
 def _begin(folder: Path, partial: Path, keep: files.Keep, needed: int) -> None:
@@ -191,22 +207,19 @@ def _collect(
     return {name: reduce_partial(tensor) for name, tensor in tensors.items()}, aliases, description
 
 
-def _finish(partial: Path, target: Path, contents: dict[str, Any], digests: dict[str, files.Digest]) -> None:
-    """Writes the JSON files, checks the sizes of all files, and renames the checkpoint. Only rank 0 calls it.
+def _write_json(partial: Path, contents: dict[str, Any]) -> dict[str, files.Digest]:
+    """Writes the JSON files, given their values by name. Returns their digests. Only rank 0 calls it."""
+    return {name: files.write_json(partial / name, content) for name, content in contents.items()}
 
-    Args:
-        partial, target: the checkpoint's directory under its hidden and under its final name.
-        contents: name of each JSON file -> value.
-        digests: name of each file of tensors -> digest.
-    """
-    written = {name: files.write_json(partial / name, content) for name, content in contents.items()}
-    files.write_checksums(partial, digests | written)
-    if (damage := files.find_damage(partial, contents=False)) is not None:
+
+def _finish(partial: Path, digests: dict[str, files.Digest], kept: set[str]) -> None:
+    """Writes the digests of all files, and checks the sizes of the files `kept`. The first rank of a host calls it."""
+    files.write_checksums(partial, digests)
+    if (damage := files.find_damage(partial, contents=False, only=kept)) is not None:
         raise OSError(
             errno.EIO,
             f"{damage.file.name}: {damage.what} (on rank 0; put the run directory on storage that all hosts share)",
         )
-    publish(partial, target, replace=True)
 
 
 @contextlib.contextmanager
@@ -229,7 +242,9 @@ def first_failure(error: BaseException) -> BaseException:
     return next((failure for failure in failures if isinstance(failure, OSError)), failures[0])
 
 
-def _explain(error: BaseException, target: Path, group: dist.ProcessGroup | None = None) -> BaseException:
+def _explain(
+    error: BaseException, target: Path, group: dist.ProcessGroup | None = None, *, local: bool = False
+) -> BaseException:
     failure = first_failure(error)
     if isinstance(failure, UserError):
         failure.quiet = ranks.rank() != 0
@@ -238,6 +253,11 @@ def _explain(error: BaseException, target: Path, group: dist.ProcessGroup | None
 
     def text() -> str:
         remedy = "free space" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else "fix the cause"
+        if local:
+            remedy += ", set checkpoint.local.directory, or remove checkpoint.local"
+            return (
+                f"{failure.strerror or failure}; {remedy}; the same command resumes from the last complete checkpoint"
+            )
         last = files.last_complete(target.parent, contents=False)
         state = f"the last complete checkpoint is {last.name}" if last else "no checkpoint is complete yet"
         outcome = "training resumes from there" if last else "training begins at step 0"

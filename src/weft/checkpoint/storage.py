@@ -109,7 +109,7 @@ class SafetensorsWriter(StorageWriter):
     Attributes:
         shards: name of each file of this rank -> its tensors.
         index: on rank 0, the content of index.json.
-        bytes: on rank 0, the bytes of the tensors of all ranks.
+        bytes: the bytes of this rank's tensors.
     """
 
     def __init__(self, tied: dict[str, str], hold: Callable[[Entry], Entry] | None = None):
@@ -133,13 +133,13 @@ class SafetensorsWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Sets `storage_data` of each plan to the plan's rank."""
-        self.bytes = sum(_size(item) for plan in plans for item in plan.items)
         return [dataclasses.replace(plan, storage_data=number) for number, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         items = {(item.index.fqn, tuple(_data(item).chunk.offsets)): item for item in plan.items if _size(item)}
         groups = split_by_size([self.hold(_entry(item, planner)) for item in items.values()], FILE_BYTES)
         self.shards = dict(zip(shard_names(plan.storage_data, len(groups)), groups, strict=True))
+        self.bytes = sum(entry.bytes for group in groups for entry in group)
         found = [_chunk(name, entry) for name, entries in self.shards.items() for entry in entries]
         chosen = [(items[chunk.tensor, chunk.offsets], chunk) for chunk in found]
         future: Future[list[WriteResult]] = Future()
