@@ -138,7 +138,7 @@ def weft(asked: dict):
         )
         weight, learned = world.sum(objective.weight(whole), whole.weight.sum(dtype=torch.float64))
         micro_batches = whole.split(asked.get("micro", rows))
-        total = passes.train(micro_batches, weight=weight, learned_tokens=learned, seed=lambda _: None)
+        total = passes.train(micro_batches, weight=weight, learned_tokens=learned, seed=lambda sample: sample)
         loss = world.sum(total[0])[0] / weight
         clip_gradients(parameters, CLIP, world.pp_group)
         adamw.step()
