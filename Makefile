@@ -48,7 +48,7 @@ test-generation: $(STAMP) ## run all tests of generation, also 1,000 random sche
 	@.venv/bin/python -m pytest -q -n 2 -m "matrix or not matrix" -o faulthandler_timeout=1200 tests/generation $(ARGS)
 
 chaos: $(STAMP) ## inject faults into real runs, and kill a run fifty times on each mesh (BENCH="--quick" and the like)
-	@.venv/bin/python -m pytest -q -n 2 -m chaos -o faulthandler_timeout=1200 tests/chaos $(ARGS)
+	@.venv/bin/python -m pytest -q -n 2 -m chaos -o faulthandler_timeout=1200 tests/chaos tests/train $(ARGS)
 	@.venv/bin/python benchmarks/chaos.py --out $(OUT) $(BENCH)
 
 # The clients' libraries have an environment of their own, without Weft. EXAMPLES: requests per operation of the fuzzer.

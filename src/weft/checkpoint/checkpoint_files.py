@@ -254,7 +254,8 @@ def read_index(directory: Path) -> dict[str, Any]:
 _verified: set[tuple] = set()  # os.stat() values of verified files, so that one process does not hash a file twice
 
 
-def _check(path: Path, digest: Digest, contents: bool) -> Damage | None:
+def check(path: Path, digest: Digest, contents: bool) -> Damage | None:
+    """Returns the damage of a file; None if it is undamaged. Arguments as for `find_damage`."""
     try:
         if path.is_symlink() and os.path.dirname(os.path.realpath(path)) != os.path.realpath(path.parent):
             return Damage(path, "the file is a symbolic link that leaves the checkpoint")
@@ -305,12 +306,12 @@ def find_damage(
         return digests
     names = sorted(digests if only is None else only)
     for name in names:
-        if (damage := _check(directory / name, digests[name], contents=False)) is not None:
+        if (damage := check(directory / name, digests[name], contents=False)) is not None:
             return damage
     if not contents:
         return None
     with ThreadPoolExecutor(threads()) as pool:
-        results = pool.map(lambda name: _check(directory / name, digests[name], True), names[rank::world_size])
+        results = pool.map(lambda name: check(directory / name, digests[name], True), names[rank::world_size])
         damage = next(filter(None, results), None)
         pool.shutdown(cancel_futures=True)
     return damage

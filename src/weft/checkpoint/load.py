@@ -16,16 +16,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.huggingface.fill import fill
 from weft.checkpoint.huggingface.folder import HuggingFaceFolder, open_folder, section_of
+from weft.checkpoint.match_optimizer import MISMATCH, candidates, match_optimizer
 from weft.checkpoint.save import first_failure, planning
 from weft.checkpoint.storage import SafetensorsReader
 from weft.checkpoint.tensors import (
     MODEL_PREFIX,
-    OPTIMIZER_PREFIX,
-    empty_state,
     is_projection,
     layer_number,
     model_tensors,
-    optimizer_parameters,
     raise_mismatch,
 )
 from weft.config.model import CustomModelSection, ModelSection
@@ -38,7 +36,6 @@ from weft.models.decoder import Decoder
 from weft.parallel import ranks
 
 ADAPTER_ONLY = "this checkpoint contains only an adapter; merge it with its base model first (`weft merge`)"
-_MISMATCH = ("the checkpoint does not fit", "; use the configuration of the run that saved the checkpoint")
 
 
 def checkpoints(run_directory: str | Path) -> list[Path]:
@@ -172,6 +169,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     others: Callable[[dict[str, list[int]]], dict[str, Tensor]] | None = None,
     select: Callable[[str], bool] | None = None,
+    fetch: Callable[[set[str]], None] | None = None,
 ) -> dict[str, Any]:
     """Loads a checkpoint into a model and an optimizer, in place. Every rank must call this function.
 
@@ -183,6 +181,8 @@ def load(
         others: function that selects further tensors to load. It receives name -> shape of all saved tensors. It
             returns name -> tensor to fill, for names of tensors that were saved as `Content.others`.
         select: function that returns whether a tensor of the model, given its name, is loaded. Default: all are.
+        fetch: function that provides undamaged files of tensors, given the names of those that this rank needs; every
+            rank calls it. Default: all files are there, and are verified first.
 
     Returns:
         The saved `Content.state`, with the key `step`.
@@ -196,26 +196,18 @@ def load(
     folder = ranks.agree(lambda: _huggingface_folder(checkpoint, optimizer, select is None, layers))
     if folder is not None:
         return fill(folder, model, select)
-    _verify_on_all_ranks(checkpoint)
+    if fetch is None:
+        _verify_on_all_ranks(checkpoint)
     index = ranks.agree(lambda: files.read_index(checkpoint))
     targets: dict[str, Tensor] = {}
     copies = _match_model(checkpoint, model, index, targets, select or (lambda _: True))
-    states = _match_optimizer(checkpoint, model, optimizer, index, targets) if optimizer is not None else []
+    states = match_optimizer(checkpoint, model, optimizer, index, targets) if optimizer is not None else []
     if others is not None:
         targets |= others({name: entry["shape"] for name, entry in index["tensors"].items()})
-    try:
-        with planning():
-            state_dict_loader.load(
-                targets,
-                storage_reader=SafetensorsReader(checkpoint, index),
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                no_dist=not ranks.distributed(),
-            )
-    except CheckpointException as error:
-        failure = first_failure(error)
-        if isinstance(failure, UserError):
-            failure.quiet = ranks.rank() != 0
-        raise failure from error
+    reader = SafetensorsReader(checkpoint, index)
+    if fetch is not None:
+        fetch(ranks.agree(lambda: reader.needed(targets)))
+    _read(reader, targets)
     with torch.no_grad():
         for tensor, source in copies:
             tensor.copy_(source)
@@ -225,6 +217,23 @@ def load(
         if state:
             optimizer.state[parameter] = state
     return ranks.agree(lambda: read_json(checkpoint / files.STATE))
+
+
+def _read(reader: SafetensorsReader, targets: dict[str, Tensor]) -> None:
+    """Fills the tensors `targets` from the files of a checkpoint. An error of any rank is raised on all."""
+    try:
+        with planning():
+            state_dict_loader.load(
+                targets,
+                storage_reader=reader,
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                no_dist=not ranks.distributed(),
+            )
+    except CheckpointException as error:
+        failure = first_failure(error)
+        if isinstance(failure, UserError):
+            failure.quiet = ranks.rank() != 0
+        raise failure from error
 
 
 def _huggingface_folder(
@@ -261,7 +270,7 @@ def _match_model(
     for name, (tensor, names) in model_tensors(model).items():
         if not select(name):
             continue
-        source = next((name for name in _candidates(names, index) if name in saved), None)
+        source = next((name for name in candidates(names, index) if name in saved), None)
         if source is None:
             problems.append(f"{name} is in this model, but not in the checkpoint")
             continue
@@ -275,7 +284,7 @@ def _match_model(
         else:
             targets[key] = tensor.detach()  # the same storage; autograd forbids filling it from several threads
     saved = {name for name in saved if select(name) and not _is_extra(name, checkpoint, model)}
-    raise_mismatch(checkpoint, problems, used, saved, "is in the checkpoint, but not in this model", *_MISMATCH)
+    raise_mismatch(checkpoint, problems, used, saved, "is in the checkpoint, but not in this model", *MISMATCH)
     return copies
 
 
@@ -290,60 +299,3 @@ def _is_extra(name: str, checkpoint: Path, model: nn.Module) -> bool:
         return False
     saved = architecture(checkpoint)
     return isinstance(saved, ModelSection) and model.config.num_hidden_layers == saved.num_hidden_layers <= layer
-
-
-def _match_optimizer(
-    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, index: dict, targets: dict[str, Tensor]
-) -> list[tuple[Tensor, dict[str, Any]]]:
-    """Returns (parameter, state) for each optimized parameter.
-
-    The tensors in the states are uninitialized. This function adds them to `targets` under their saved names, and the
-    caller loads them.
-
-    Args:
-        index: the content of index.json.
-        targets: saved name -> tensor to load.
-
-    Raises:
-        UserError: the checkpoint has no optimizer state, the state of another class of optimizer, or the state of
-            parameters that `optimizer` does not optimize.
-    """
-    saved = ranks.agree(lambda: _saved_optimizer(checkpoint, type(optimizer).__name__))
-    used, states = set[str](), list[tuple[Tensor, dict[str, Any]]]()
-    for _, names, parameter, group in optimizer_parameters(optimizer, model):
-        state: dict[str, Any] = {}
-        for name in [name for name in _candidates(names, index) if name in saved["state"]][:1]:
-            used.add(name)
-            for key, value in saved["state"][name].items():
-                path = f"{OPTIMIZER_PREFIX}{name}.{key}"
-                state[key] = empty_state(value, path, parameter, group, index, targets)
-        states.append((parameter, state))
-    unused = "has optimizer state in the checkpoint, but this run does not train it"
-    raise_mismatch(checkpoint, [], used, set(saved["state"]), unused, *_MISMATCH)
-    return states
-
-
-def _saved_optimizer(checkpoint: Path, name: str) -> dict[str, Any]:
-    """Returns the description of a saved optimizer. Raises UserError if none is saved, or its class is not `name`."""
-    saved = read_json(checkpoint / files.OPTIMIZER)
-    if saved is None:
-        raise UserError("this checkpoint has no optimizer state; load the model without an optimizer", checkpoint)
-    if saved["class"] != name:
-        raise UserError(
-            f"this checkpoint has the optimizer state of {saved['class']}, but the run uses {name}; use the same "
-            "optimizer, or start a new run from this checkpoint (model.from) without load_optimizer",
-            checkpoint,
-        )
-    return saved
-
-
-def _candidates(names: list[str], index: dict) -> list[str]:
-    """Returns the names under which a checkpoint can contain a tensor of the model.
-
-    These are `names` and, if one of them is a further name of a tied weight, the name under which the weight is saved.
-
-    Args:
-        names: all names of a tensor in the model.
-        index: the content of index.json.
-    """
-    return names + [index["tied"][name] for name in names if name in index["tied"]]

@@ -1,55 +1,143 @@
-"""Finds the local checkpoints of a run: quick ones in the memory or on a disk of the host (`checkpoint.local`).
+"""The folders of a run's local checkpoints: quick ones in the memory or on a disk of each host (`checkpoint.local`).
 
-They are in a folder of this user, `<directory>/weft-<user>/<id>`. The run directory records the folder in
-`local-checkpoints.json`, so a run that starts over (`--fresh`) never finds the checkpoints of the earlier run.
+They are in a folder of this user, `<directory>/weft-<user>/<id>`, on each host. The run directory records the folder in
+`local-checkpoints.json`, so a run that starts over (`--fresh`) never finds the checkpoints of the earlier run. On
+several hosts, each folder has what its host's ranks saved, and copies of other hosts' files (`Hosts.keepers`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import stat
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.checkpoint import checkpoint_files as files
+from weft.checkpoint.hosts import Hosts
+from weft.config.run import LocalSection
 from weft.errors import UserError
-from weft.files import read_json, replace_file, report_write_errors
+from weft.files import read_json, remove, replace_file, report_write_errors
+from weft.parallel import ranks
 
 RECORD = "local-checkpoints.json"
 KEPT = 2  # newest local checkpoints; a save that is interrupted leaves one more
 
 
-def default_directory() -> Path:
-    """Returns the host's memory as a folder (`/dev/shm`) if it exists and can be written, else the temporary folder."""
-    memory = Path("/dev/shm")
-    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+@dataclass(frozen=True)
+class Local:
+    """The local checkpoints of a run, as this rank sees them.
+
+    Attributes:
+        folder: the folder of this rank's host, with the same structure as a run directory.
+    """
+
+    folder: Path
+    hosts: Hosts
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints of this host, lowest step first. They can lack files of other hosts."""
+        return files.list_checkpoints(self.folder / files.FOLDER)
+
+    def forget_after(self, step: int) -> None:
+        """Deletes the checkpoints of later steps, from which the run did not resume. Every rank must call it."""
+        later = [path for path in self.checkpoints if (files.step_of(path) or 0) > step]
+        ranks.agree(lambda: [remove(path) for path in reversed(later)] if self.hosts.leads else None)
+
+    def clear(self) -> None:
+        """Deletes all checkpoints. Every rank must call it."""
+        ranks.agree(lambda: remove(self.folder) if self.hosts.leads else None)
 
 
-def open_local(run: Path, directory: str | None) -> Path:
-    """Returns the folder of a run's local checkpoints, and makes it if it does not exist. Only rank 0 calls it.
+@dataclass(frozen=True)
+class Recorded:
+    """The content of the record in the run directory.
+
+    Attributes:
+        folder: the folder on the host of the first rank.
+        directory: the key `checkpoint.local.directory` of the session that made it.
+    """
+
+    folder: Path
+    directory: str | None
+
+    def here(self, directory: str | None) -> Path:
+        """Returns the folder on this host, in a session with this key `checkpoint.local.directory`."""
+        return parent_folder(directory) / self.folder.name if directory == self.directory else self.folder
+
+
+def parent_folder(directory: str | None) -> Path:
+    """Returns this user's folder for local checkpoints on this host.
 
     Args:
-        directory: the key `checkpoint.local.directory`; None: `default_directory`.
+        directory: the key `checkpoint.local.directory`. Default: the host's memory as a folder (`/dev/shm`) if it
+            exists and can be written, else the temporary folder.
 
     Raises:
-        UserError: the folder cannot be written, or another user owns it.
+        UserError: the key names an environment variable that is not set.
     """
-    parent = (Path(directory).absolute() if directory else default_directory()) / f"weft-{os.getuid()}"
-    folder = recorded_folder(run)
-    if folder is None or folder.parent != parent:
-        folder = parent / secrets.token_hex(8)
-    with report_write_errors(folder, "set checkpoint.local.directory"):
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _refuse_others(parent)
-        replace_file(run / RECORD, json.dumps({"folder": str(folder)}) + "\n")  # first, so that no folder is forgotten
-        folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+    if directory is None:
+        memory = Path("/dev/shm")
+        place = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    else:
+        place = Path(os.path.expandvars(directory)).absolute()
+        if (unset := re.search(r"\$\w+|\$\{[^}]*\}", str(place))) is not None:
+            raise UserError(
+                f"checkpoint.local.directory: {unset[0]} is not set on this host; set it, or change the key"
+            )
+    return place / f"weft-{os.getuid()}"
 
 
-def recorded_folder(run: Path) -> Path | None:
-    """Returns the folder of a run's local checkpoints that earlier sessions used; None if there was no such session.
+def open_local(run: Path, section: LocalSection | None) -> Local:
+    """Returns the local checkpoints of a run, and makes their folders. Every rank must call it.
+
+    Args:
+        section: the section `checkpoint.local`; None: its defaults.
+
+    Raises:
+        UserError: on all ranks: the folder of a host cannot be written, or another user owns it.
+    """
+    section = section or LocalSection()
+    parent = ranks.agree(lambda: parent_folder(section.directory))
+
+    def record() -> str:
+        earlier = recorded(run)
+        folder = parent / secrets.token_hex(8) if earlier is None else earlier.here(section.directory)
+        if folder.parent != parent:
+            folder = parent / secrets.token_hex(8)
+        content = {"folder": str(folder), "directory": section.directory}
+        with report_write_errors(run / RECORD):
+            replace_file(run / RECORD, json.dumps(content) + "\n")  # first, so that no folder is forgotten
+        return folder.name
+
+    folder = parent / ranks.agree(record, only_first=True)
+    ranks.agree(lambda: _make(folder))
+    return Local(folder, Hosts.of_folder(folder, section.copies))
+
+
+def find_local(run: Path, section: LocalSection | None) -> Local | None:
+    """Returns the local checkpoints of earlier sessions; None if no host has any. Every rank must call it.
+
+    Raises:
+        UserError: on all ranks: the record is damaged, or another user owns the folder of a host.
+    """
+    section = section or LocalSection()
+    earlier = ranks.agree(lambda: recorded(run), only_first=True)
+    if earlier is None:
+        return None
+    folder = ranks.agree(lambda: earlier.here(section.directory))
+    if not any(ranks.all_gather_object(folder.is_dir())):
+        return None
+    ranks.agree(lambda: _make(folder))
+    return Local(folder, Hosts.of_folder(folder, section.copies))
+
+
+def recorded(run: Path) -> Recorded | None:
+    """Returns the record of earlier sessions in a run directory; None if there is none.
 
     Raises:
         UserError: the record is damaged.
@@ -60,22 +148,17 @@ def recorded_folder(run: Path) -> Path | None:
     folder = content.get("folder") if isinstance(content, dict) else None
     if not isinstance(folder, str) or not Path(folder).is_absolute():
         raise UserError("this file lists no folder; delete it to do without the local checkpoints", run / RECORD)
-    return Path(folder)
+    directory = content.get("directory", str(Path(folder).parent.parent))  # an older version wrote only the folder
+    return Recorded(Path(folder), directory if isinstance(directory, str) else None)
 
 
-def newest_local(run: Path) -> Path | None:
-    """Returns the undamaged local checkpoint with the highest step, if that is above all steps in the run directory.
-
-    Raises:
-        UserError: another user owns the folder of the local checkpoints.
-    """
-    folder = recorded_folder(run)
-    if folder is None or not folder.is_dir():
-        return None
+def _make(folder: Path) -> None:
+    """Makes the folder of this host, if it does not exist. Raises UserError if others could have written it."""
+    with report_write_errors(folder, "set checkpoint.local.directory"):
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_others(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
     _refuse_others(folder)
-    newest = files.last_complete(folder / files.FOLDER)
-    durable = [files.step_of(path) or 0 for path in files.list_checkpoints(run / files.FOLDER)]
-    return newest if newest is not None and (files.step_of(newest) or 0) > max(durable, default=0) else None
 
 
 def _refuse_others(folder: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -222,6 +223,12 @@ class SafetensorsReader(StorageReader):
                 chunks=chunks,
             )
         return Metadata(state_dict_metadata=entries, storage_data={}, storage_meta=StorageMeta())
+
+    def needed(self, targets: dict[str, Any]) -> set[str]:
+        """Returns the names of the files that this rank reads to fill `targets` (name -> tensor)."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(targets, self.read_metadata())
+        return {self._files[item.storage_index] for item in planner.create_local_plan().items}
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         pass

@@ -80,10 +80,10 @@ class ScheduleSection(Component):
 
 
 class LocalSection(Section):
-    """Quick checkpoints in the memory or on a disk of the host, between those in the run directory.
+    """Quick checkpoints in the memory or on a disk of each host, between those in the run directory.
 
-    They survive the death of a process, but not that of the host. All ranks must be on one host. A run that resumes
-    takes the newest complete checkpoint of both places. The last two are kept until the run ends or stops.
+    A run that resumes takes the newest checkpoint that survives, of both places. With `copies`, local checkpoints also
+    survive the loss of a host. The last two are kept until the run ends or stops.
     """
 
     seconds: float | None = Field(None, gt=0)
@@ -91,7 +91,12 @@ class LocalSection(Section):
     steps: int | None = Field(None, ge=1)
     """Number of steps between local checkpoints, in place of `seconds`."""
     directory: str | None = None
-    """The folder for local checkpoints of all runs. Default: `/dev/shm` (the host's memory), or the temporary folder.
+    """The folder for local checkpoints of all runs, on each host. Environment variables such as `$TMPDIR` are those of
+    the host. Default: `/dev/shm` (the host's memory), or the temporary folder.
+    """
+    copies: int = Field(1, ge=0)
+    """Number of other hosts that keep a copy of what a host saves. So many hosts can be lost at once. Each host keeps
+    the files of its own ranks and `copies` times as much. It has no effect on one host.
     """
 
 
@@ -104,7 +109,6 @@ class CheckpointSection(Section):
     """
     local: LocalSection | None = None
     """Quick local checkpoints. Default: none."""
-
     every: int | None = Field(None, ge=1)
     """Number of steps between checkpoints. Default: a tenth of the run's steps."""
     keep_last: int = Field(2, ge=1)

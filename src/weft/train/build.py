@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +14,12 @@ from torch import nn
 from weft.checkpoint.adapter_record import AdapterRecord, saved_record
 from weft.checkpoint.adapter_start import open_start
 from weft.checkpoint.base_model import base_path, load_base
+from weft.checkpoint.checkpoint_files import step_of
 from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
 from weft.checkpoint.load import checkpoints, load, resolve
-from weft.checkpoint.local import newest_local
+from weft.checkpoint.local import find_local
 from weft.checkpoint.model_parts import new_parts
+from weft.checkpoint.survivors import newest_survivor
 from weft.config.components import make_component
 from weft.config.rules import MOST_STEPS
 from weft.config.run import RunConfig
@@ -176,12 +179,9 @@ def restore(
     Returns:
         The saved state: `step` (number of updates) and the other values of the checkpoint; `{"step": 0}` for a new run.
     """
-    config, path, world = job.config, job.run.path, job.world
+    config, world = job.config, job.world
     adapter, select = config.adapter, None if config.adapter is None else saved_with_adapter(config.model)
-    if checkpoint is None and (checkpoint := world.agree(lambda: newest_local(path), only_first=True)) is not None:
-        job.console.line(f"resuming from the local checkpoint {checkpoint}")
-    if checkpoint is None and world.agree(lambda: bool(checkpoints(path)), only_first=True):
-        checkpoint = world.agree(lambda: resolve(path))
+    checkpoint, fetch = (checkpoint, None) if checkpoint is not None else last_checkpoint(job)
     if checkpoint is not None:
         if adapter is not None:
             restore_base(job, model, world.agree(lambda: saved_record(checkpoint, adapter)))
@@ -190,7 +190,7 @@ def restore(
             blank = compress.blank_state(saved) if compress is not None else {}
             return blank | callbacks.empty_tensors(checkpoint, model) | frozen.empty_tensors(saved)
 
-        state = load(checkpoint, model=model, optimizer=optimizer, others=others, select=select)
+        state = load(checkpoint, model=model, optimizer=optimizer, others=others, select=select, fetch=fetch)
         if adapter is not None:
             subtract_initial_product(model, adapter)
         if compress is not None:
@@ -219,6 +219,27 @@ def restore(
             job.console.line(text.format(source))
         load(checkpoint, model=model, optimizer=optimizer if section.load_optimizer else None, select=select)
     return {"step": 0}
+
+
+def last_checkpoint(job: Job) -> tuple[Path | None, Callable[[set[str]], None] | None]:
+    """Returns the checkpoint from which a run resumes: the newest one that survives, local or in the run directory.
+
+    Prints a warning if a newer local checkpoint is incomplete.
+
+    Returns:
+        The path, None for a new run; and the argument `fetch` of `load`.
+    """
+    path, world = job.run.path, job.world
+    durable = world.agree(lambda: [step_of(one) or 0 for one in checkpoints(path)], only_first=True)
+    if (local := find_local(path, job.config.checkpoint.local)) is not None:
+        survivor, problems = newest_survivor(local, max(durable, default=0))
+        if problems:
+            step = max(durable, default=0) if survivor is None else step_of(survivor.path)
+            job.console.warning(f"{'; '.join(problems)}; the run resumes from step {step:,}")
+        if survivor is not None:
+            job.console.line(f"resuming from the local checkpoint {survivor.path}")
+            return survivor.path, survivor.fetch
+    return (world.agree(lambda: resolve(path)) if durable else None), None
 
 
 def restore_base(job: Job, model: nn.Module, record: AdapterRecord | None) -> BaseModel:

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.checkpoint.checkpoint_files import FOLDER, find_damage, last_complete
 from weft.checkpoint.load import checkpoints
-from weft.checkpoint.local import newest_local
+from weft.checkpoint.local import recorded
 from weft.checkpoint.run_lock import LOCK, lock_run, unlock_run
 from weft.config.dump import dump_yaml, read_saved
 from weft.config.run import RunConfig
@@ -143,12 +143,12 @@ class RunDirectory:
         self.path, self.lock = path, lock
         config_file = path / "config.yaml"
         self.saved: dict[str, Any] | None = None
-        if config_file.exists() and (checkpoints(path) or newest_local(path)):  # a run without a checkpoint starts over
-            try:
+        try:
+            if config_file.exists() and (checkpoints(path) or recorded(path)):  # a run without a checkpoint starts over
                 self.saved = read_saved(config_file)
-            except BaseException:
-                self.release()
-                raise
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Unlocks the directory, and removes the directory if it is empty."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint.background import BackgroundSaver
@@ -17,22 +15,20 @@ from weft.checkpoint.checkpoint_files import (
     Keep,
     checkpoint_name,
     link_best,
-    list_checkpoints,
     prune,
     remove_leftovers,
     step_of,
 )
 from weft.checkpoint.load import checkpoints
-from weft.checkpoint.local import KEPT, open_local, recorded_folder
+from weft.checkpoint.local import KEPT, RECORD, Local, find_local, open_local
 from weft.checkpoint.save import Content, stage
 from weft.checkpoint.uploader import Uploader
 from weft.errors import UserError
-from weft.files import remove, report_write_errors
+from weft.files import report_write_errors
 from weft.formatting import masked
 from weft.observe.metrics import OF_MACHINE, as_number
 from weft.observe.status import LONG, doing
-from weft.parallel.ranks import all_gather_object, error_on_all_ranks
-from weft.processes import boot_id
+from weft.parallel.ranks import error_on_all_ranks
 
 if TYPE_CHECKING:
     from weft.train.loop import Loop
@@ -61,7 +57,7 @@ class Saver:
         self.background = BackgroundSaver() if self.settings.mode == "async" else None
         self.durable_seconds: float | None = None
         self.durable_at = self.local_at = -1
-        self._local: Path | None = None
+        self._local: Local | None = None
         self._local_step, self._local_at, self._local_due = 0, time.monotonic(), False
         self._step = 0  # of the checkpoint in progress
         self._completion = ExitStack()
@@ -80,9 +76,8 @@ class Saver:
             self.loop.saved_at = -1  # only a local checkpoint has this step
         if local is None:
             return
-        self._local = world.agree(lambda: open_local(path, local.directory), only_first=True)
-        if not all(all_gather_object(self._local.is_dir())):
-            raise error_on_all_ranks("checkpoint.local: all ranks must be on one host; remove this key")
+        self._local = open_local(path, local)
+        self._local.forget_after(step)
 
     @property
     def _keep(self) -> Keep:
@@ -143,14 +138,15 @@ class Saver:
         steps = self.settings.local.steps if self.settings.local is not None else None
         return self._local_due or (steps is not None and step - self._local_step >= steps)
 
-    def save(self, step: int, local: Path | None = None) -> None:
+    def save(self, step: int, local: Local | None = None) -> None:
         """Saves a checkpoint: weights, optimizer state, loss scale, callbacks' state, and the step.
 
         Args:
-            local: the folder of a local checkpoint. Default: the run directory.
+            local: where to save a local checkpoint. Default: the run directory.
         """
         self.finish()
-        self.loop.monitor.before_save(local)
+        folder, hosts = (None, None) if local is None else (local.folder, local.hosts)
+        self.loop.monitor.before_save(folder)
         self._completion.pop_all()  # of a save that failed
         loop, background = self.loop, self.background
         if self._uploader is not None and (problem := self._uploader.problem()) is not None:
@@ -159,7 +155,7 @@ class Saver:
         self._completion.callback(self._completed, step, time.monotonic(), local)
         self._completion.enter_context(loop.recorder.saving(step))
         hold = None if background is None else background.begin()
-        staged = stage(loop.job.run.path if local is None else local, self._content(step), keep, hold)
+        staged = stage(folder or loop.job.run.path, self._content(step), keep, hold, hosts)
         if local is None:
             loop.saved_at = step
         self._local_step, self._local_at = step, time.monotonic()
@@ -172,7 +168,7 @@ class Saver:
     def save_last(self, step: int, left: float | None) -> None:
         """Saves a checkpoint at the end of a session. If it may come too late, saves a local checkpoint first.
 
-        A local checkpoint needs no key `checkpoint.local`, but all ranks on one host.
+        A local checkpoint needs no key `checkpoint.local`.
 
         Args:
             left: seconds until the processes of the run must end, on any rank; None: no limit.
@@ -188,13 +184,10 @@ class Saver:
 
     def _save_local(self, step: int) -> None:
         """Saves a local checkpoint now, even if another checkpoint is in progress beside the training."""
-        world, settings = self.loop.world, self.settings.local
-        if self._local is None and len(set(all_gather_object((socket.gethostname(), boot_id())))) == 1:
-            directory = settings.directory if settings is not None else None
-            self._local = world.agree(lambda: open_local(self.loop.job.run.path, directory), only_first=True)
-        if self._local is not None:
-            stage(self._local, self._content(step), Keep(KEPT)).write()
-            self.local_at = step
+        if self._local is None:
+            self._local = open_local(self.loop.job.run.path, self.settings.local)
+        stage(self._local.folder, self._content(step), Keep(KEPT), hosts=self._local.hosts).write()
+        self.local_at = step
 
     def _content(self, step: int) -> Content:
         """Returns what a checkpoint of the current state contains."""
@@ -218,17 +211,17 @@ class Saver:
         self._completion.close()
 
     def forget_after(self, step: int) -> None:
-        """Deletes local checkpoints of later steps, after a rollback to `step`. Every rank must call it."""
+        """Deletes local checkpoints, after a rollback to `step`. Every rank must call it.
 
-        def delete() -> None:
-            folder = recorded_folder(self.loop.job.run.path)
-            if self._uploader is not None:
-                self._uploader.forget_after(step)
-            for path in reversed(list_checkpoints(folder / FOLDER) if folder is not None else []):
-                if (step_of(path) or 0) > step:
-                    remove(path)
-
-        self.loop.world.agree(delete, only_first=True)
+        A host that was away may return with some from before the rollback, so further ones are in a new folder.
+        """
+        world, path = self.loop.world, self.loop.job.run.path
+        uploader = self._uploader
+        world.agree(lambda: uploader.forget_after(step) if uploader is not None else None, only_first=True)
+        self._clear_local()
+        world.agree(lambda: (path / RECORD).unlink(missing_ok=True), only_first=True)
+        if self._local is not None:
+            self._local = open_local(path, self.settings.local)
         self._local_step = step
 
     def end(self) -> None:
@@ -238,7 +231,7 @@ class Saver:
             UserError: the last checkpoint could not be written or copied, on all ranks.
         """
         self.finish()
-        self.loop.world.agree(self._clear_local, only_first=True)
+        self._clear_local()
         if self.settings.remote is not None:
             doing("copying the last checkpoint to the object store", "save", LONG)
         self.loop.world.agree(self._finish_copies, only_first=True)
@@ -263,9 +256,9 @@ class Saver:
             prune(folder, self._keep)
 
     def _clear_local(self) -> None:
-        """Deletes the local checkpoints, also those of earlier sessions."""
-        if (local := recorded_folder(self.loop.job.run.path)) is not None:
-            remove(local)
+        """Deletes the local checkpoints, also those of earlier sessions. Every rank must call it."""
+        if (local := self._local or find_local(self.loop.job.run.path, self.settings.local)) is not None:
+            local.clear()
 
     def __enter__(self) -> Saver:
         return self
@@ -282,7 +275,7 @@ class Saver:
             except UserError as error:
                 log.warning("%s", error)
 
-    def _completed(self, step: int, began: float, local: Path | None) -> None:
+    def _completed(self, step: int, began: float, local: Local | None) -> None:
         """Called when a checkpoint is complete: calls the callbacks' `saved` with its step."""
         if local is not None:
             self.local_at = step
@@ -327,7 +320,7 @@ class NoSaver(Saver):
     def begin(self, step: int) -> None:
         """Makes no folder."""
 
-    def save(self, step: int, local: Path | None = None) -> None:
+    def save(self, step: int, local: Local | None = None) -> None:
         """Does nothing."""
 
     def save_last(self, step: int, left: float | None) -> None:

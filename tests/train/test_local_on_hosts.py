@@ -1,0 +1,83 @@
+"""`checkpoint.local` on several hosts: whatever host is lost, the losses are those of an undisturbed run."""
+
+import shutil
+from pathlib import Path
+
+import on_hosts
+import pytest
+from running import assert_same_weights, losses
+
+pytestmark = pytest.mark.xdist_group("ranks")
+SECTIONS = {
+    "training": {"steps": 6, "batch_tokens": 384, "micro_batch_size": 2},
+    "schedule": {"warmup_steps": 0},
+    "data": {"validation": None},
+    "log": {"trackers": []},
+}
+LOCAL = {"steps": 1, "directory": "$NODE_DISK"}
+
+
+def shards(disk: Path, step: int) -> set[int]:
+    """The ranks of which a host has files of tensors."""
+    return {int(path.name.split("-")[1]) - 1 for path in disk.glob(f"weft-*/*/checkpoints/step-{step:08}/shard-*")}
+
+
+def flip(disk: Path, pattern: str) -> None:
+    """Flips a bit in the middle of a file."""
+    (file,) = disk.glob(f"weft-*/*/checkpoints/step-00000005/{pattern}")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def lose(case: str, disks: list[Path]) -> None:
+    if case == "the first host":
+        shutil.rmtree(disks[0])
+    elif case == "the last host":
+        shutil.rmtree(disks[2])
+    elif case == "two bits of two files":
+        flip(disks[2], "shard-00003-*")
+        flip(disks[0], "index.json")
+    elif case == "two hosts":
+        shutil.rmtree(disks[1])
+        shutil.rmtree(disks[2])
+
+
+QUICK = ["the first host", "two hosts"]
+LONG = [
+    "the first host",
+    "the last host",
+    "two bits of two files",
+    "nothing",
+    "two hosts",
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "cases"),
+    [
+        ("sync", QUICK),
+        pytest.param("sync", LONG, marks=pytest.mark.chaos),
+        pytest.param("async", LONG, marks=pytest.mark.chaos),
+    ],
+)
+def test_a_run_on_three_hosts_continues_from_what_survives(run_yaml, tmp_path, ranks, mode, cases):
+    calm = tmp_path / "runs" / "calm"
+    ranks.run(run_yaml("calm.yaml", run={"name": "calm"}, checkpoint={"every": 4, "mode": mode}, **SECTIONS), 3)
+    file = run_yaml(checkpoint={"every": 4, "mode": mode, "local": LOCAL}, **SECTIONS)
+    disks = [tmp_path / f"disk-{number}" for number in range(3)]
+    with pytest.raises(AssertionError, match="died with exit code -9"):
+        ranks.call(on_hosts.fit, 3, file, disks, (), 5)
+    assert [shards(disk, 5) for disk in disks] == [{0, 2}, {1, 0}, {2, 1}]
+    for case in cases:
+        place = tmp_path / case.replace(" ", "-")
+        shutil.copytree(tmp_path / "runs" / "demo", place / "demo")
+        copies = [Path(shutil.copytree(disk, place / disk.name)) for disk in disks]
+        lose(case, copies)
+        said = " ".join(ranks.call(on_hosts.fit, 3, file, copies, (f"run.directory={place}",))[0].split())
+        assert losses(place / "demo") == losses(calm), case
+        assert_same_weights(place / "demo", calm)
+        assert ("resuming from the local checkpoint" in said) == (case != "two hosts"), said
+        assert not list(place.glob("disk-*/weft-*/*"))
+    assert "step 5 is not used: 1 of its 7 files (shard-00002-model-00001-of-00001.safetensors) is lost" in said
+    assert "or damaged on all hosts; the run resumes from step 4" in said
