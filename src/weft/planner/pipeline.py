@@ -6,9 +6,12 @@ The bubble is the time for which the busiest rank has nothing to do.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
+from weft.config.mesh import ParallelSection, Schedule
 from weft.parallel.stages import stages_of_rank
 from weft.planner.fsdp_passes import FsdpPasses
 from weft.planner.schedules import Action, rank_actions
@@ -51,8 +54,8 @@ def _stage_times(job: Job, stage: Stage) -> dict[str, Parts]:
     }
 
 
-def simulate_pipeline(job: Job, stages: list[Stage]) -> tuple[Parts, list[list[Event]]]:
-    """Returns the parts of a step of the busiest pipeline rank, and the events of all ranks."""
+def simulate_pipeline(job: Job, stages: list[Stage]) -> tuple[Parts, Callable[[], list[list[Event]]]]:
+    """Returns the parts of a step of the busiest pipeline rank, and a function that returns the events of all ranks."""
     times = [_stage_times(job, stage) for stage in stages]
     hidden = job.shares.tokens // job.mesh.tp * job.model.hidden_size * job.state
     send = job.links.seconds("send", hidden, job.groups["pp"])
@@ -79,6 +82,58 @@ def simulate_pipeline(job: Job, stages: list[Stage]) -> tuple[Parts, list[list[E
     return worst, run(few, send).events
 
 
+class _Pass(NamedTuple):
+    """An action of a pipeline rank, with what does not depend on seconds.
+
+    Attributes:
+        needs: number of the action that makes its input, in the order of `_passes`; -1 without one.
+        sent: whether the input comes from another rank.
+        first: whether it is the first forward pass of its stage.
+        last: whether it is the last pass of its stage that makes gradients of weights.
+    """
+
+    action: Action
+    rank: int
+    needs: int
+    sent: bool
+    first: bool
+    last: bool
+
+
+@cache
+def _passes(schedule: Schedule, virtual: int, ranks: int, micro_batches: int) -> list[_Pass]:
+    """Returns the actions of all pipeline ranks in an order in which each follows the one that makes its input."""
+    parallel = ParallelSection(pp=ranks, pp_schedule=schedule, stages_per_rank=virtual)
+    waiting = [deque(rank_actions(parallel, rank, ranks, micro_batches)) for rank in range(ranks)]
+    left = Counter(action.stage for order in waiting for action in order if action.kind in "BW")
+    last, found = ranks * virtual - 1, list[_Pass]()
+    made: dict[tuple[str, int, int], int] = {}  # number of the action
+    before = -1
+    while before != (before := sum(map(len, waiting))):
+        for rank, order in enumerate(waiting):
+            while order and ((needed := _needed(order[0], last)) is None or needed in made):
+                action = order.popleft()
+                for kind in "BI" if action.kind in "BI" else action.kind:
+                    made[kind, action.stage, action.micro_batch] = len(found)
+                left[action.stage] -= action.kind in "BW"
+                first = action.kind == "F" and not action.micro_batch
+                ends = not left[action.stage] and action.kind in "BW"
+                at = -1 if needed is None else made[needed]
+                found.append(_Pass(action, rank, at, at >= 0 and found[at].rank != rank, first, ends))
+    assert not before, "the orders of the pipeline ranks wait for each other"
+    return found
+
+
+def _needed(action: Action, last: int) -> tuple[str, int, int] | None:
+    """Returns kind, stage and micro-batch of the action that makes the input; `last`: index of the last stage."""
+    kind, stage, number = action
+    if kind == "F":
+        return ("F", stage - 1, number) if stage else None
+    if kind == "W":
+        return ("I", stage, number)
+    return ("I", stage + 1, number) if stage < last else ("F", stage, number)
+
+
 class _Run:
     """Runs the actions of all pipeline ranks; an action starts when its rank is free and its input has arrived.
 
@@ -90,54 +145,53 @@ class _Run:
     Attributes:
         end: when the last rank has finished, its gradients reduced.
         parts: for each rank, the parts of its actions.
-        events: for each rank, its actions.
     """
 
     def __init__(self, job: Job, times: list[dict[str, Parts]], micro_batches: int, send: float):
-        ranks = job.mesh.pp
-        owned = [stages_of_rank(job.parallel, rank, ranks) for rank in range(ranks)]
-        self.times, self.send, self.last = times, send, len(times) - 1
+        ranks, parallel = job.mesh.pp, job.parallel
+        owned = [stages_of_rank(parallel, rank, ranks) for rank in range(ranks)]
+        self.passes = _passes(parallel.pp_schedule, parallel.virtual_stages, ranks, micro_batches)
+        self.times, self.ranks = times, ranks
         self.seconds = [{kind: sum(parts.values()) for kind, parts in of.items()} for of in times]
-        self.done: dict[tuple[str, int, int], tuple[float, int]] = {}
         self.parts: list[Parts] = [Parts() for _ in range(ranks)]
-        self.counts: Counter[tuple[int, int, str]] = Counter()  # actions by rank, stage and kind
-        self.events: list[list[Event]] = [[] for _ in range(ranks)]
         self.clocks, self.reduced = [0.0] * ranks, [0.0] * ranks
         # Schedules with several stages on a rank gather the parameters of a stage before its input arrives.
         self.gathered: dict[int, float] = {}
-        if job.parallel.virtual_stages > 1 and not job.parallel.reshards:
+        if parallel.virtual_stages > 1 and not parallel.reshards:
             for own in owned:
                 ends = accumulate(self.seconds[stage]["gather"] for stage in own)
                 self.gathered.update(zip(own, ends, strict=True))
-        waiting = [deque(rank_actions(job.parallel, rank, ranks, micro_batches)) for rank in range(ranks)]
-        self.left = Counter(action.stage for order in waiting for action in order if action.kind in "BW")
-        before = -1
-        while before != (before := sum(map(len, waiting))):
-            for rank, order in enumerate(waiting):
-                while order and (ready := self._ready(order[0], rank)) is not None:
-                    self._run(order.popleft(), rank, ready)
-        assert not before, "the orders of the pipeline ranks wait for each other"
-        for (rank, stage, kind), number in self.counts.items():
+        self.starts, self.ends = self._run(send)
+        counts = Counter((one.rank, one.action.stage, self._kind(one)) for one in self.passes)
+        for (rank, stage, kind), number in counts.items():
             self.parts[rank] = self.parts[rank].plus(times[stage][kind], number)
         for rank, own in enumerate(owned):
             self._wait(rank, self.reduced[rank], own)
         self.end = max(self.clocks)
 
-    def _run(self, action: Action, rank: int, ready: float) -> None:
-        stage, first = action.stage, action.kind == "F" and not action.micro_batch
-        start = self.clocks[rank] = max(ready, self.clocks[rank])
-        if first and stage in self.gathered:
-            self.parts[rank]["dp_shard"] += max(0.0, self.gathered[stage] - start)
-            start = self.clocks[rank] = max(start, self.gathered[stage])
-            first = False
-        self._count(rank, stage, "first" if first else action.kind)
-        end = self.clocks[rank]
-        for kind in "BI" if action.kind in "BI" else action.kind:
-            self.done[kind, stage, action.micro_batch] = (end, rank)
-        self.events[rank].append(Event("compute", f"{action.kind}{action.micro_batch}", start, end))
-        self.left[stage] -= action.kind in "BW"
-        if not self.left[stage] and action.kind in "BW":  # the gradients are reduced beside what follows
-            self.reduced[rank] = max(self.reduced[rank], end) + self.seconds[stage]["reduce"]
+    def _kind(self, one: _Pass) -> str:
+        """Returns the kind of an action in `times`."""
+        return "first" if one.first and one.action.stage not in self.gathered else one.action.kind
+
+    def _run(self, send: float) -> tuple[list[float], list[float]]:
+        """Returns when each action starts and ends, in the order of `passes`."""
+        clocks, seconds, starts, ends = self.clocks, self.seconds, list[float](), list[float]()
+        for one in self.passes:
+            (kind, stage, _), rank, needs, sent, first, last = one
+            start = clocks[rank]
+            if needs >= 0:
+                start = max(start, ends[needs] + send if sent else ends[needs])
+            if first:
+                if (gathered := self.gathered.get(stage)) is not None:
+                    self.parts[rank]["dp_shard"] += max(0.0, gathered - start)
+                    start = max(start, gathered)
+                kind = self._kind(one)
+            end = clocks[rank] = start + seconds[stage][kind]
+            starts.append(start)
+            ends.append(end)
+            if last:  # the gradients are reduced beside what follows
+                self.reduced[rank] = max(self.reduced[rank], end) + seconds[stage]["reduce"]
+        return starts, ends
 
     def _wait(self, rank: int, until: float, own: list[int]) -> None:
         """Makes a rank wait for the reduction of its gradients."""
@@ -148,22 +202,9 @@ class _Run:
                 self.parts[rank] = self.parts[rank].plus(self.times[stage]["reduce"], share)
             self.clocks[rank] = until
 
-    def _count(self, rank: int, stage: int, kind: str) -> None:
-        self.clocks[rank] += self.seconds[stage][kind]
-        self.counts[rank, stage, kind] += 1
-
-    def _ready(self, action: Action, rank: int) -> float | None:
-        """Returns when the input of an action has arrived; None if it does not exist yet."""
-        kind, stage, number = action
-        if kind == "F":
-            needed = ("F", stage - 1, number) if stage else None
-        elif kind == "W":
-            needed = ("I", stage, number)
-        else:
-            needed = ("I", stage + 1, number) if stage < self.last else ("F", stage, number)
-        if needed is None:
-            return 0.0
-        found = self.done.get(needed)
-        if found is None:
-            return None
-        return found[0] + (self.send if found[1] != rank else 0.0)
+    def events(self) -> list[list[Event]]:
+        """Returns the actions of each rank."""
+        found: list[list[Event]] = [[] for _ in range(self.ranks)]
+        for one, start, end in zip(self.passes, self.starts, self.ends, strict=True):
+            found[one.rank].append(Event("compute", f"{one.action.kind}{one.action.micro_batch}", start, end))
+        return found

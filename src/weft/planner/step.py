@@ -9,7 +9,9 @@ measured.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from weft.config.run import RunConfig
 from weft.observe.flop_count import flops_per_token
@@ -38,7 +40,7 @@ class Prediction:
         mfu: model FLOP/s utilization, by the definition of `weft.observe.flops`.
         parts: seconds by cause; their sum is `step_seconds`. `compute`, `recompute`, `bubble`, `optimizer`, `input` and
             `stragglers`, and for each axis the time that computation waits for its communication or is slowed by it.
-        stages: for each pipeline rank, the events of its first micro-batches.
+        timeline: function that returns `stages`.
     """
 
     step_seconds: float
@@ -46,7 +48,12 @@ class Prediction:
     samples_per_second: float
     mfu: float
     parts: dict[str, float]
-    stages: list[list[Event]]
+    timeline: Callable[[], list[list[Event]]] = field(repr=False, compare=False)
+
+    @cached_property
+    def stages(self) -> list[list[Event]]:
+        """For each pipeline rank, the events of its first micro-batches."""
+        return self.timeline()
 
 
 def predict(config: RunConfig, devices: int, hardware: Hardware, *, stack: Stack | None = None) -> Prediction:
@@ -79,7 +86,7 @@ def predict(config: RunConfig, devices: int, hardware: Hardware, *, stack: Stack
         samples_per_second=job.sequences / step,
         mfu=tokens * flops / (devices * job.costs.peak),
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
-        stages=events,
+        timeline=events,
     )
 
 
@@ -106,15 +113,15 @@ def _update_seconds(job: Job, stages: list[Stage]) -> float:
     return seconds
 
 
-def _one_stage(job: Job, stage: Stage) -> tuple[Parts, list[list[Event]]]:
-    """Returns the parts of a step without a pipeline, and its events."""
+def _one_stage(job: Job, stage: Stage) -> tuple[Parts, Callable[[], list[list[Event]]]]:
+    """Returns the parts of a step without a pipeline, and a function that returns its events."""
     count = job.micro_batches
     few = _simulate(job, stage, min(count, FEW))
     parts = few.parts
     if count > FEW:
         before = _simulate(job, stage, FEW - 1).parts
         parts = parts.plus(parts, count - FEW).plus(before, FEW - count)
-    return parts, [few.events]
+    return parts, lambda: [few.events]
 
 
 def _simulate(job: Job, stage: Stage, count: int) -> Timeline:
