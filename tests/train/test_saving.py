@@ -15,6 +15,7 @@ from weft.checkpoint.load import checkpoints
 from weft.cli.main import main
 from weft.config.run import RunConfig
 from weft.errors import UserError
+from weft.train.failure_record import last_checkpoint
 from weft.train.trainer import Trainer
 
 
@@ -98,6 +99,7 @@ def test_a_run_resumes_from_what_survives(train, run_yaml, tmp_path, capsys, sur
     run = tmp_path / "runs" / "killed"
     assert [found.name for found in checkpoints(run)] == ["step-00000002", "step-00000004"]
     (local,) = fast.glob("weft-*/*/checkpoints/step-00000005")
+    assert last_checkpoint(run)[0] == 5  # what the launcher announces, and logs/failures.jsonl counts from
     if survives == "durable":
         with open(local / "state.json", "r+b") as file:
             file.write(b"!")

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import stat
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.hosts import Hosts
+from weft.checkpoint.local_record import RECORD, parent_folder, recorded
 from weft.config.run import LocalSection
 from weft.errors import UserError
-from weft.files import read_json, remove, replace_file, report_write_errors
+from weft.files import remove, replace_file, report_write_errors
 from weft.parallel import ranks
 
-RECORD = "local-checkpoints.json"
 KEPT = 2  # newest local checkpoints; a save that is interrupted leaves one more
 
 
@@ -51,45 +49,6 @@ class Local:
     def clear(self) -> None:
         """Deletes all checkpoints. Every rank must call it."""
         ranks.agree(lambda: remove(self.folder) if self.hosts.leads else None)
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The content of the record in the run directory.
-
-    Attributes:
-        folder: the folder on the host of the first rank.
-        directory: the key `checkpoint.local.directory` of the session that made it.
-    """
-
-    folder: Path
-    directory: str | None
-
-    def here(self, directory: str | None) -> Path:
-        """Returns the folder on this host, in a session with this key `checkpoint.local.directory`."""
-        return parent_folder(directory) / self.folder.name if directory == self.directory else self.folder
-
-
-def parent_folder(directory: str | None) -> Path:
-    """Returns this user's folder for local checkpoints on this host.
-
-    Args:
-        directory: the key `checkpoint.local.directory`. Default: the host's memory as a folder (`/dev/shm`) if it
-            exists and can be written, else the temporary folder.
-
-    Raises:
-        UserError: the key names an environment variable that is not set.
-    """
-    if directory is None:
-        memory = Path("/dev/shm")
-        place = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    else:
-        place = Path(os.path.expandvars(directory)).absolute()
-        if (unset := re.search(r"\$\w+|\$\{[^}]*\}", str(place))) is not None:
-            raise UserError(
-                f"checkpoint.local.directory: {unset[0]} is not set on this host; set it, or change the key"
-            )
-    return place / f"weft-{os.getuid()}"
 
 
 def open_local(run: Path, section: LocalSection | None) -> Local:
@@ -134,22 +93,6 @@ def find_local(run: Path, section: LocalSection | None) -> Local | None:
         return None
     ranks.agree(lambda: _make(folder))
     return Local(folder, Hosts.of_folder(folder, section.copies))
-
-
-def recorded(run: Path) -> Recorded | None:
-    """Returns the record of earlier sessions in a run directory; None if there is none.
-
-    Raises:
-        UserError: the record is damaged.
-    """
-    if not (run / RECORD).exists():
-        return None
-    content = read_json(run / RECORD)
-    folder = content.get("folder") if isinstance(content, dict) else None
-    if not isinstance(folder, str) or not Path(folder).is_absolute():
-        raise UserError("this file lists no folder; delete it to do without the local checkpoints", run / RECORD)
-    directory = content.get("directory", str(Path(folder).parent.parent))  # an older version wrote only the folder
-    return Recorded(Path(folder), directory if isinstance(directory, str) else None)
 
 
 def _make(folder: Path) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 from weft.checkpoint.checkpoint_files import FOLDER as CHECKPOINTS
 from weft.checkpoint.checkpoint_files import list_checkpoints, step_of
+from weft.checkpoint.local_record import recorded
+from weft.errors import UserError
 from weft.observe import status
 from weft.observe.manifest import local_time
 
@@ -28,9 +30,15 @@ LINES = 20  # last lines of an error
 
 
 def last_checkpoint(run: Path) -> tuple[int, float]:
-    """Returns step and time (seconds since 1970) of the last checkpoint of a run; zeros without a checkpoint."""
-    saved = list_checkpoints(run / CHECKPOINTS)
-    return (step_of(saved[-1]) or 0, saved[-1].stat().st_mtime) if saved else (0, 0.0)
+    """Returns step and time (seconds since 1970) of the last checkpoint of a run; zeros without a checkpoint.
+
+    Local checkpoints count, as far as this host has them.
+    """
+    saved = list_checkpoints(run / CHECKPOINTS)[-1:]
+    with suppress(UserError):  # the run itself reports a damaged record
+        local = recorded(run)
+        saved += local.checkpoints()[-1:] if local is not None else []
+    return max(((step_of(path) or 0, path.stat().st_mtime) for path in saved), default=(0, 0.0))
 
 
 def append_failure(run: Path, *, began: float, at: float, step: int, **failure: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.checkpoint.checkpoint_files import FOLDER, find_damage, last_complete
 from weft.checkpoint.load import checkpoints
-from weft.checkpoint.local import recorded
+from weft.checkpoint.local_record import recorded
 from weft.checkpoint.run_lock import LOCK, lock_run, unlock_run
 from weft.config.dump import dump_yaml, read_saved
 from weft.config.run import RunConfig

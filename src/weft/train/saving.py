@@ -20,7 +20,8 @@ from weft.checkpoint.checkpoint_files import (
     step_of,
 )
 from weft.checkpoint.load import checkpoints
-from weft.checkpoint.local import KEPT, RECORD, Local, find_local, open_local
+from weft.checkpoint.local import KEPT, Local, find_local, open_local
+from weft.checkpoint.local_record import RECORD
 from weft.checkpoint.save import Content, stage
 from weft.checkpoint.uploader import Uploader
 from weft.errors import UserError
