@@ -1,17 +1,23 @@
 """Memory by formulas (`memory_of`) beside two steps of the real code on tensors without memory (`simulate_rank`).
 
-    python benchmarks/plan_memory.py [--count N] [--seed S] [--out TABLE.md]
+    python benchmarks/plan_memory.py [--count N] [--seed S] [--simulated RUNS.jsonl] [--out TABLE.md]
 
 Draws random decoders and meshes of 8 ranks: dense or with experts, MLA, sliding windows, tied embeddings; fsdp, tp, pp,
 cp and ep; recomputation, dtypes, optimizers, and small or large vocabularies. Draws that are not a legal run are drawn
-again. The goal of a row is an error of at most 5%. The kernels are those of a CPU, and no real peak is measured.
+again. Of a pipeline, rank 0 and the first rank of the stages that need most are simulated. The goal is an error of at
+most 5%. The kernels are those of a CPU; benchmarks/plan_memory_real.py measures real peaks.
+
+With --simulated, simulated runs are appended to a file as they are made. Another call with this file and seed goes on
+where it ends, and compares the runs in it with the formulas as they are then.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
 
@@ -20,7 +26,7 @@ import yaml
 from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.planner.memory import memory_of
-from weft.planner.simulate import simulate_rank
+from weft.planner.simulate import simulate
 
 RANKS, GOAL = 8, 0.05
 KINDS = ("dense", "experts", "mla", "sliding")
@@ -36,7 +42,7 @@ def drawn(draw: random.Random) -> dict:
     heads, length = draw.choice((8, 16)), draw.choice((512, 1024, 2048))
     model = {
         "hidden_size": 64 * heads,
-        "num_hidden_layers": draw.choice((4, 6, 8)),
+        "num_hidden_layers": draw.choice((2, 4, 6)),
         "num_attention_heads": heads,
         "num_key_value_heads": draw.choice((heads, heads // 2, 4)),
         "intermediate_size": draw.choice((1408, 2816)),
@@ -57,7 +63,7 @@ def drawn(draw: random.Random) -> dict:
         "optimizer": draw.choice(({"type": "adamw", "lr": 1e-4}, {"type": "muon", "lr": 1e-2})),
         "training": {
             "steps": 2,
-            "batch_tokens": RANKS * micro * draw.choice((1, 2)) * mesh.get("pp", 1) * length,
+            "batch_tokens": RANKS * micro * draw.choice((1, 2)) * length,
             "micro_batch_size": micro,
             "dtype": draw.choice(("bfloat16", "bfloat16", "float32")),
             "activation_checkpointing": draw.choice(("none", "selective", "full")),
@@ -84,44 +90,77 @@ def described(content: dict) -> str:
     )
 
 
+def simulated(content: dict, folder: Path) -> dict | None:
+    """Returns the simulated bytes by part of one or two ranks by their number, or why there are none; None for an
+    illegal draw."""
+    try:
+        config = config_of(content, folder)
+    except UserError:
+        return None
+    try:
+        return {"ranks": {str(one.rank): one.memory.parts() for one in simulate(config, RANKS)}}
+    except UserError as error:
+        return {"failed": str(error)}
+
+
+def runs(count: int, seed: int, file: Path | None, folder: Path) -> Iterator[tuple[dict, dict | None]]:
+    """Yields draws and what `simulated` returned for them, until `count` runs have been simulated."""
+    draw = random.Random(seed)
+    known = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
+    while count:
+        content = drawn(draw)
+        if known:
+            row = known.pop(0)
+            if row["content"] != content:
+                raise SystemExit(f"{file}: not of --seed {seed}, or of other draws; choose another file")
+            found = row["found"]
+        else:
+            found = simulated(content, folder)
+            if file:
+                with file.open("a") as lines:
+                    lines.write(json.dumps({"content": content, "found": found}) + "\n")
+        count -= bool(found and "ranks" in found)
+        yield content, found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="number of runs")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--simulated", type=Path, help="file of simulated runs, which is continued")
     parser.add_argument("--out", type=Path, help="write the table to this file, too")
     arguments = parser.parse_args()
-    draw, rows, errors, failed, refused = random.Random(arguments.seed), [], [], [], 0
-    with tempfile.TemporaryDirectory() as folder:
-        while len(rows) < arguments.count:
-            content = drawn(draw)
-            try:
-                config = config_of(content, Path(folder))
-            except UserError:
+    rows, errors, failed, refused, made = [], [], [], 0, 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for content, found in runs(arguments.count, arguments.seed, arguments.simulated, folder):
+            if found is None:
                 refused += 1
                 continue
-            planned = memory_of(config, RANKS, cpu=True)
-            number = max(range(len(planned)), key=lambda at: planned[at].total)
-            try:
-                measured = simulate_rank(config, RANKS, number * RANKS // len(planned)).memory.total
-            except UserError as error:
-                failed.append(f"- not simulated: {described(content)}: {error}")
+            if "failed" in found:
+                failed.append(f"- not simulated: {described(content)}: {found['failed']}")
                 print(failed[-1], flush=True)
                 continue
-            formula = planned[number].total
-            errors.append(abs(formula / measured - 1))
-            bytes_of = f"{measured / 2**20:,.0f} | {formula / 2**20:,.0f} | {formula / measured - 1:+.1%}"
-            rows.append(f"| {described(content)} | {bytes_of} |")
-            print(rows[-1], flush=True)
+            made += 1
+            planned = memory_of(config_of(content, folder), RANKS, cpu=True)
+            for rank, parts in found["ranks"].items():
+                measured, formula = sum(parts.values()), planned[int(rank) * len(planned) // RANKS].total
+                errors.append(abs(formula / measured - 1))
+                bytes_of = f"{measured / 2**20:,.0f} | {formula / 2**20:,.0f} | {formula / measured - 1:+.1%}"
+                rows.append(f"| {described(content)} | {rank} | {bytes_of} |")
+                print(rows[-1], flush=True)
     good = sum(error <= GOAL for error in errors)
-    about = f"seed {arguments.seed}; {refused} illegal draws, {len(failed)} not simulated"
     summary = (
-        f"{len(rows)} random runs of {RANKS} ranks ({about}): {good} within {GOAL:.0%}; mean error "
-        f"{fmean(errors):.1%}, median {median(errors):.1%}, largest {max(errors):.1%}."
+        f"{made} random runs of {RANKS} ranks (seed {arguments.seed}; {refused} illegal draws, {len(failed)} not "
+        f"simulated), {len(errors)} ranks: {good} within {GOAL:.0%}; mean error {fmean(errors):.1%}, median "
+        f"{median(errors):.1%}, largest {max(errors):.1%}."
     )
     print(summary)
     if arguments.out:
         head = (
-            "| model | mesh | micro-batch | training | simulated, MiB | formula, MiB | error |\n" + "| --- " * 7 + "|"
+            "| model | mesh | micro-batch | training | rank | simulated, MiB | formula, MiB | error |\n"
+            + "| --- " * 8
+            + "|"
         )
         arguments.out.write_text("\n".join((summary, "", head, *rows, "", *failed, "")))
 

@@ -106,7 +106,8 @@ def test_the_help_lists_the_hardware(weft):
     [
         (("--hardware", "h100-mn6"), r"no hardware file 'h100-mn6'; did you mean 'h100-mn5'"),
         (("--devices", "0"), "--devices 0: use at least 1"),
-        (("--apply", "."), ".: a directory, not a file"),
+        (("--apply", "."), ".: a directory, not a file; choose another name for --apply"),
+        (("--picture", "no/plan.html"), "no does not exist; create it, or choose another name for --picture"),
         (("--limit", "0"), "--limit 0: use at least 1"),
         (("--price", "-1"), "--price -1: use a positive number"),
         (("model.preset=llama-126m",), "llama-125m"),

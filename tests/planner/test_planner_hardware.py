@@ -56,6 +56,13 @@ def test_absurd_and_missing_numbers_have_a_place(changed, old, new, message):
     assert all("\n" not in str(problem) for problem in raised.value.problems)
 
 
+@pytest.mark.parametrize("content", ["", "# nothing\n", "- a100-sxm\n"])
+def test_a_file_without_keys_names_those_of_hardware(tmp_path, content):
+    (tmp_path / "machine.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"machine.yaml:1: the file is .*; write at least device, levels and host"):
+        load_hardware(tmp_path / "machine.yaml")
+
+
 @pytest.mark.parametrize(
     ("device", "memory_gb", "name"),
     [

@@ -167,6 +167,25 @@ def test_links_between_ranks_are_measured(tmp_path, ranks):
     assert (tmp_path / "links.svg").read_text().count("<circle") >= 5 * 4
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("device", "--out", "."), ".: a directory, not a file; choose another name for --out"),
+        (("device", "--out", "no/here.yaml"), "no does not exist; create it, or choose another name for --out"),
+        (("comm", "--into", "."), ".: a directory, not a file; choose another name for --into"),
+        (("comm", "--into", "here.yaml"), "no such file; write one first: weft bench device --out FILE"),
+        (("comm", "--plot", "no/links.svg"), "no does not exist; create it, or choose another name for --plot"),
+    ],
+)
+def test_files_that_cannot_be_written_are_reported_before_measuring(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "measuring" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_one_process_has_no_links(capsys):
     assert main(["bench", "comm"]) == 2
     assert "use --nproc 2 or more" in capsys.readouterr().err

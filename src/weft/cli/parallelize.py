@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
     from pathlib import Path
 
-    from weft.cli.options import refuse_other_options
+    from weft.cli.options import check_output_file, refuse_other_options
     from weft.errors import UserError
     from weft.planner.parallelize.explain import difference, explain
     from weft.planner.parallelize.picture import picture
@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         return verify_ops(args)
     if args.out:
         check_out(Path(args.out))
+    check_output_file("--picture", args.picture)
     from weft.planner.parallelize.search import search_plan
 
     plan, search, best = search_plan(

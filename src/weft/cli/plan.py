@@ -114,8 +114,9 @@ def check(args: argparse.Namespace) -> None:
     """Raises UserError for options that are missing, not possible or have no meaning together."""
     from pathlib import Path
 
-    from weft.cli.options import refuse_other_options
+    from weft.cli.options import check_output_file, refuse_other_options
     from weft.errors import UserError
+    from weft.planner.plan_text import check_out
 
     if args.scaling is not None:
         raise UserError("--scaling is for compute-optimal sizes; also give --budget FLOPS")
@@ -137,6 +138,10 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--apply writes a file that extends FILE, without overrides; write them to FILE")
     if args.picture is not None and Path(args.picture).suffix not in (".html", ".htm"):
         raise UserError(f"--picture {args.picture}: the picture is an HTML page; give a name that ends in .html")
+    check_output_file("--picture", args.picture)
+    check_output_file("--apply", args.apply)
+    if args.apply is not None:
+        check_out(Path(args.apply))
 
 
 def print_json(

@@ -5,6 +5,7 @@ The files of this package are in `weft/planner/devices`. Units are in the names 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
@@ -225,7 +226,7 @@ def _read(path: Path) -> Hardware:
     problems: list[Problem] = []
     tree, _ = read_tree(path, [], problems)
     if tree is None:
-        raise ConfigError(problems)
+        raise ConfigError([_of_hardware(problem) for problem in problems])
     draft = Draft(tree, problems, Hardware)
     draft.check()
     if draft.config is not None:
@@ -233,6 +234,15 @@ def _read(path: Path) -> Hardware:
     if problems:
         raise ConfigError(sorted(problems, key=lambda problem: problem.line or 0))
     return draft.finish()
+
+
+def _of_hardware(problem: Problem) -> Problem:
+    """Returns a problem of a file that is not a mapping with the remedy for hardware files, not that for run files."""
+    what, _, _ = problem.what.partition("; ")
+    if not what.startswith("the file is "):
+        return problem
+    remedy = "write at least device, levels and host, or measure this machine: weft bench device --out FILE"
+    return replace(problem, what=f"{what}; {remedy}")
 
 
 def _check(draft: Draft, hardware: Hardware) -> None:

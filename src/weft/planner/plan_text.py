@@ -99,6 +99,12 @@ def table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[str]:
     ]
 
 
+def check_out(out: Path) -> None:
+    """Raises UserError if `out` is a file that `write_plan` would not replace."""
+    if out.exists() and not out.read_text(errors="replace").startswith(MARK):
+        raise UserError(f"{out}: this file exists and is not a plan; choose another name for --apply")
+
+
 def write_plan(plan: Plan, file: str, out: Path) -> None:
     """Writes a run file that extends another and has the keys of a plan.
 
@@ -109,10 +115,7 @@ def write_plan(plan: Plan, file: str, out: Path) -> None:
     Raises:
         UserError: the path is that of another file, cannot be written, or the written file is not valid.
     """
-    if out.is_dir():
-        raise UserError(f"{out}: a directory, not a file; choose another name for --apply")
-    if out.exists() and not out.read_text(errors="replace").startswith(MARK):
-        raise UserError(f"{out}: this file exists and is not a plan; choose another name for --apply")
+    check_out(out)
     tree, _ = read_tree(Path(file), [], [])
     written = tree.get("parallel") if tree is not None else None
     old = set(written.value) if written is not None and written.is_mapping else set()

@@ -42,14 +42,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    from weft.cli.options import check_output_file
     from weft.errors import UserError
     from weft.files import refuse_existing
     from weft.planner.hardware import load_hardware
 
     if args.into is not None:
-        if not Path(args.into).is_file():
+        check_output_file("--into", args.into)
+        if not Path(args.into).exists():
             raise UserError("no such file; write one first: weft bench device --out FILE", args.into)
         load_hardware(Path(args.into))
+    check_output_file("--plot", args.plot)
     if args.plot is not None:
         refuse_existing(Path(args.plot), "choose another name for --plot")
 

@@ -53,9 +53,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    from weft.cli.options import check_output_file
     from weft.config.run import RunConfig
     from weft.files import refuse_existing
 
+    check_output_file("--out", args.out)
     if args.out is not None:
         refuse_existing(Path(args.out), "choose another name for --out")
     if args.operators is not None:

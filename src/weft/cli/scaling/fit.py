@@ -44,12 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
 
+    from weft.cli.options import check_output_file
     from weft.errors import UserError
     from weft.files import refuse_existing
     from weft.observe.console import Console
     from weft.planner.scaling_law import fit_all
     from weft.planner.scaling_runs import read_observations
 
+    check_output_file("--picture", args.picture)
     if args.picture is not None:
         refuse_existing(Path(args.picture), "choose another name for --picture")
     if args.resamples < 1:
