@@ -1,5 +1,7 @@
 """Log-probabilities of labels against a log-softmax written out; gradients against finite differences."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -95,3 +97,21 @@ def test_compiled_equals_uncompiled(softcap, monkeypatch):
 
     for a, b in zip(run(False), run(True), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from Linux's /proc")
+def test_compiled_backward_allocates_no_second_matrix_of_logits():
+    """It overwrites the logits, 80 MB here, with their gradient."""
+    hidden, weight = torch.randn(200, 8, requires_grad=True), torch.randn(100_000, 8, requires_grad=True)
+    labels = torch.randint(0, 100_000, (200,))
+    token_logprobs(hidden, weight, labels, compiled=True).sum().backward()  # compiles
+    loss = token_logprobs(hidden, weight, labels, compiled=True).sum()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from the present memory
+    before = peak_bytes()
+    loss.backward()
+    assert peak_bytes() - before < 40e6
+
+
+def peak_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
