@@ -57,6 +57,7 @@ class Decoder(nn.Module):
         self.logits: Callable[..., torch.Tensor] = F.linear
         self.select = select
         self.gather_tokens: Callable[[torch.Tensor], torch.Tensor] = unchanged
+        self.residual_dtype: torch.dtype | None = None  # of the first layer's input; None: that of the embeddings
         # Of hidden states, by the number of the state; `parallel/` adds them for objectives that need them.
         self.projections = nn.ModuleDict()
         self.heads = slice(None)  # the attention heads that this rank computes; set by `parallel/`
@@ -166,6 +167,8 @@ class Decoder(nn.Module):
         if cache is None:
             masks = self.masks(tokens if self.begins else positions, positions, segments, dtype)
         kinds = [(config.slides(layer), config.rotates(layer)) for layer in range(config.all_layers)]
+        if self.residual_dtype is not None:
+            x = x.to(self.residual_dtype)
         return x, [(rotary[s] if rotates else None, masks[s], cache, loss_weights) for s, rotates in kinds]
 
     def _run_layers(

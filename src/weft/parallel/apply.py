@@ -67,6 +67,7 @@ def transformations(plan: ModelPlan, world: World) -> list[Transformation]:
         shard_over_cp,
         shard_over_ep,
         place_on_rank if single else replicate_scalars,
+        widen_residual_stream,
         *around_blocks,
         seed_layers,
         cast_outputs if single else shard_over_data,
@@ -247,6 +248,18 @@ def compile_blocks(model: nn.Module, state: ModelState) -> nn.Module:
         state.wrap(block, "torch.compile", partial(torch.compile, options=options))
     if (token_logprobs := getattr(model, "token_logprobs", None)) is not None:
         state.fill(model, "token_logprobs", "torch.compile", partial(token_logprobs, compiled=True))
+    return model
+
+
+def widen_residual_stream(model: nn.Module, state: ModelState) -> nn.Module:
+    """Sets the dtype of the decoder's residual stream before the first block to `ModelPlan.state_dtype`, which the
+    outputs of the blocks have.
+
+    Otherwise, the first block would add to embeddings in the compute dtype, and would be compiled a second time.
+    """
+    dtype = state.plan.state_dtype
+    if isinstance(model, Decoder) and state.plan.dtype != dtype:
+        state.fill(model, "residual_dtype", str(dtype), dtype)
     return model
 
 

@@ -1,0 +1,28 @@
+"""What `training.compile` compiles."""
+
+import torch
+from running import QUIET, train
+
+
+def test_equal_blocks_are_compiled_once(run_yaml, monkeypatch):
+    """Blocks of one class, in bfloat16: their inputs are in float32, and so is the first one's."""
+    graphs, compile = [], torch.compile
+
+    def keep(graph, inputs, **_):
+        graphs.append(graph)
+        return graph.forward
+
+    def counting(function, **given):
+        return compile(function, backend=keep, dynamic=given.get("dynamic"))
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", counting)
+    sections = {
+        "model": {"preset": "llama-tiny", "vocab_size": 512, "num_hidden_layers": 4},
+        "training": {"steps": 2, "dtype": "bfloat16", "compile": True},
+        "schedule": {"type": "cosine", "warmup_steps": 0},
+        "data": {"validation": None},
+    }
+    assert train(run_yaml(**sections, log=QUIET)) == 0
+    attending = [graph for graph in graphs if "scaled_dot_product_attention" in graph.code]
+    assert len(attending) == 1
