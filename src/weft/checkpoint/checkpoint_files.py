@@ -204,21 +204,31 @@ class Damage:
     what: str
 
 
+def parse_checksums(content: bytes) -> dict[str, Digest] | None:
+    """Returns the digests that the content of checksums.json lists, by file name; None if its own digest is wrong.
+
+    Raises:
+        ValueError, KeyError, TypeError or AttributeError: the content is damaged.
+    """
+    listed = json.loads(content)
+    if listed["digest"] != _digest_of(listed["files"]):
+        return None
+    return {name: Digest(entry["sha256"], entry["bytes"]) for name, entry in listed["files"].items()}
+
+
 def read_checksums(directory: Path) -> dict[str, Digest] | Damage:
     """Returns the digests that checksums.json lists, by file name; a `Damage` if checksums.json is damaged."""
     path = directory / CHECKSUMS
     try:
-        content = json.loads(path.read_bytes())
-        files = content["files"]
-        if content["digest"] != _digest_of(files):
-            return Damage(path, "the contents of the file differ from what was written")
-        digests = {name: Digest(entry["sha256"], entry["bytes"]) for name, entry in files.items()}
+        digests = parse_checksums(path.read_bytes())
     except FileNotFoundError:
         return Damage(path, "the file is missing")
     except OSError as error:
         return Damage(path, f"the file cannot be read: {error.strerror or error}")
     except (ValueError, KeyError, TypeError, AttributeError):
         return Damage(path, "the file is not valid JSON, or lacks entries")
+    if digests is None:
+        return Damage(path, "the contents of the file differ from what was written")
     for name in digests:
         if os.path.basename(name) != name:
             return Damage(path, f"the file lists a path outside the checkpoint ({name})")

@@ -8,11 +8,14 @@ incomplete upload, which is never used. Beside the checkpoints are copies of the
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,6 +162,55 @@ class RemoteRun:
                     names = {"Bucket": bucket, "Key": one["Key"], "UploadId": one["UploadId"]}
                     self._attempt(lambda names=names: self.store.call_s3("abort_multipart_upload", **names))
 
+    def describe(self, step: int) -> tuple[int, datetime | None]:
+        """Returns the bytes of a complete checkpoint, and when its upload ended, if the store knows that.
+
+        Raises:
+            UserError: the store cannot be read.
+        """
+        marker, saved = self._of(step, COMPLETE), None
+        with suppress(NotImplementedError, KeyError, FileNotFoundError):
+            saved = self.store.modified(marker).astimezone()
+        return sum(self._sizes(step).values()), saved
+
+    def find_damage(self, step: int, *, contents: bool) -> str | None:
+        """Returns what is wrong with a complete checkpoint, and in which object; None if nothing is.
+
+        Args:
+            contents: whether to read all objects. If False, only their sizes are checked.
+
+        Raises:
+            UserError: the store cannot be read.
+        """
+        self.store.invalidate_cache()
+        for name, size in self._sizes(step).items():
+            path = self._of(step, name)
+            found = self._reads(lambda path=path: self.store.info(path)["size"] if _exists(self.store, path) else None)
+            if found != size:
+                what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+                return f"{name}: the object {what}"
+        if not contents:
+            return None
+        listed = self._reads(lambda: self.store.cat_file(self._of(step, files.CHECKSUMS)))
+        try:
+            digests = files.parse_checksums(listed)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            digests = None
+        if digests is None:
+            return f"{files.CHECKSUMS}: the object is not what was written"
+        for name, digest in digests.items():
+            if self._reads(lambda name=name: self._sha256(self._of(step, name))) != digest.sha256:
+                return f"{name}: the contents of the object differ from what was written (SHA-256)"
+        return None
+
+    def _sha256(self, path: str) -> str:
+        with self.store.open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def _sizes(self, step: int) -> dict[str, int]:
+        """Returns name -> bytes of the files of a complete checkpoint."""
+        return self._reads(lambda: json.loads(self.store.cat_file(self._of(step, COMPLETE))))["files"]
+
     def _remove_marker(self, step: int) -> None:
         path = self._of(step, COMPLETE)
         self._attempt(lambda: self.store.rm_file(path) if _exists(self.store, path) else None)
@@ -171,7 +223,7 @@ class RemoteRun:
         """
         target = run / files.FOLDER / files.checkpoint_name(step)
         target.parent.mkdir(parents=True, exist_ok=True)
-        sizes = self._reads(lambda: json.loads(self.store.cat_file(self._of(step, COMPLETE))))["files"]
+        sizes = self._sizes(step)
         with hidden_folder(target) as partial:
             for name in sizes:
                 if Path(name).name != name:
@@ -272,8 +324,18 @@ def open_remote(run: Path, url: str, *, fresh: bool) -> tuple[RemoteRun, str | N
 
 
 def _recorded(run: Path, url: str) -> str | None:
+    found = recorded_copies(run)
+    return found[1] if found is not None and found[0] == url else None
+
+
+def recorded_copies(run: Path) -> tuple[str, str] | None:
+    """Returns URL and id of the copies of a run, as its directory records them; None if it has none.
+
+    Raises:
+        UserError: the record is damaged.
+    """
     if not (run / RECORD).exists():
         return None
     content = read_json(run / RECORD)
-    found = content.get("run") if isinstance(content, dict) and content.get("url") == url else None
-    return found if isinstance(found, str) and found.isalnum() else None
+    url, name = (content.get("url"), content.get("run")) if isinstance(content, dict) else (None, None)
+    return (url, name) if isinstance(url, str) and isinstance(name, str) and name.isalnum() else None

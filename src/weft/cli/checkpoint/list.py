@@ -10,12 +10,13 @@ GROUP = "look"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Prints each checkpoint's step, size, time of its save, and state. Only the names and sizes of files are "
-        "checked; `weft checkpoint verify` reads their contents. With `checkpoint.keep_best`, the metric of each "
-        "checkpoint's validation is shown, and the best one is marked. Interrupted saves, which the next save deletes, "
-        "are not listed."
+        "Prints each checkpoint's step, size, time of its save, and state: of those in the run directory, of local "
+        "ones on this host (checkpoint.local), and of copies in the object store (checkpoint.remote). Only the names "
+        "and sizes of files are checked; `weft checkpoint verify` reads their contents. With `checkpoint.keep_best`, "
+        "the metric of each checkpoint's validation is shown, and the best one is marked. Interrupted saves, which the "
+        "next save deletes, are not listed."
     )
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("run", metavar="RUN", help="a run directory, or the URL of its copies (checkpoint.remote/NAME)")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each checkpoint")
 
 
@@ -23,30 +24,33 @@ def run(args: argparse.Namespace) -> int:
     import json
     from pathlib import Path
 
-    from weft.checkpoint.best import read_values
-    from weft.checkpoint.checkpoint_files import list_checkpoints, step_of
-    from weft.checkpoint.inventory import checkpoints_folder, describe
+    from weft.checkpoint.best import Values, read_values
+    from weft.checkpoint.checkpoint_files import FOLDER, checkpoint_name
+    from weft.checkpoint.places import RUN, checkpoints_everywhere, is_url
     from weft.formatting import byte_size
     from weft.observe.console import Console
 
     console = Console()
-    folder = checkpoints_folder(Path(args.run))
-    found = [describe(path) for path in list_checkpoints(folder)]
-    noted, rows = read_values(folder), []
-    metric, best = noted.metric, noted.best([step_of(one.path) or 0 for one in found])[:1]
+    found, problems = checkpoints_everywhere(args.run)
+    path = Path(args.run)
+    noted = Values("", "min", {}) if is_url(args.run) else read_values(path if path.name == FOLDER else path / FOLDER)
+    metric, best = noted.metric, noted.best([one.step for one in found if one.place == RUN])[:1]
+    places, rows = {one.place for one in found} != {RUN}, []
     for one in found:
-        state = "complete" if one.damage is None else f"damaged ({one.damage.file.name}: {one.damage.what})"
-        time, step = one.saved.isoformat(" ", "seconds"), step_of(one.path)
-        if step in best:
-            state += ", best"
+        state = one.state + (", best" if one.step in best and one.place == RUN else "")
+        time = "-" if one.saved is None else one.saved.isoformat(" ", "seconds")
         if args.json:
-            fields = {"step": step, "bytes": one.bytes, "saved": time, "complete": one.damage is None}
-            fields |= {metric: noted.by_step.get(step or 0), "best": step in best} if metric else {}
-            console.result(json.dumps(fields | {"state": state, "path": str(one.path)}))
-        value = [f"{noted.by_step[step]:.4f}" if step in noted.by_step else "-"] if metric else []
-        rows.append((step, byte_size(one.bytes), time, *value, state, one.path.name))
+            fields = {"step": one.step, "bytes": one.bytes, "saved": time, "complete": one.complete}
+            fields |= {metric: noted.by_step.get(one.step), "best": one.step in best} if metric else {}
+            console.result(json.dumps(fields | {"state": state, "place": one.place, "path": one.path}))
+        value = [f"{noted.by_step[one.step]:.4f}" if one.step in noted.by_step else "-"] if metric else []
+        where = [one.place] if places else []
+        rows.append((one.step, byte_size(one.bytes), time, *value, *where, state, checkpoint_name(one.step)))
     if not args.json and rows:
-        console.table(["step", "size", "saved", *([metric] if metric else []), "state", "name"], rows)
+        columns = ["step", "size", "saved", *([metric] if metric else []), *(["place"] if places else []), "state"]
+        console.table([*columns, "name"], rows)
     elif not rows:
         console.line(f"{args.run}: no checkpoint is saved yet")
+    for problem in problems:
+        console.warning(problem)
     return 0

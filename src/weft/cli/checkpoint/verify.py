@@ -11,25 +11,33 @@ GROUP = "look"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compares every file of the checkpoints with the SHA-256 that the save recorded. Prints the first damaged file "
-        "of each damaged checkpoint. Exits with code 2 if a checkpoint is damaged."
+        "of each damaged checkpoint. Of a run, also reads the files of local checkpoints on this host "
+        "(checkpoint.local), and compares the sizes of copies in the object store (checkpoint.remote). Exits with code "
+        "2 if a checkpoint is damaged, or a place cannot be read."
     )
     parser.add_argument(
-        "paths", nargs="+", metavar="PATH", help="run directories (all of their checkpoints) or checkpoints"
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="run directories (all of their checkpoints), checkpoints, or URLs of copies (checkpoint.remote/NAME)",
     )
+    parser.add_argument("--store", action="store_true", help="also read every byte of copies in the object store")
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.checkpoint.checkpoint_files import find_damage
-    from weft.checkpoint.inventory import checkpoints_at, describe
+    from weft.checkpoint.places import checkpoints_to_verify
     from weft.formatting import byte_size
     from weft.observe.console import Console
 
-    console, damaged = Console(), 0
-    for path in (found for given in args.paths for found in checkpoints_at(given)):
-        damage = find_damage(path)
-        damaged += damage is not None
-        if damage is None:
-            console.result(f"{path}: undamaged ({byte_size(describe(path).bytes)})")
-        else:
-            console.result(f"{damage.file}: damaged checkpoint: {damage.what}")
-    return 2 if damaged else 0
+    console, failed = Console(), 0
+    for given in args.paths:
+        found, problems = checkpoints_to_verify(given, all_bytes=args.store)
+        for one in found:
+            damage = one.verify()
+            fine = f"undamaged ({byte_size(one.bytes)})" if one.complete else one.state
+            console.result(damage or f"{one.path}: {fine}")
+            failed += damage is not None
+        for problem in problems:
+            console.warning(problem)
+        failed += len(problems)
+    return 2 if failed else 0
