@@ -1,11 +1,11 @@
 """Seconds that a training waits for a checkpoint: Weft's sync and async saves, DCP's, Accelerate's and torch.save.
 
-    .venv/bin/python benchmarks/checkpoint_stall.py [--shape 14m] [--saves 2] [--every 50] [--directory DIR] [--quick]
+    .venv/bin/python benchmarks/checkpoint_stall.py [--shape 14m] [--saves 2] [--rounds 2] [--directory DIR] [--quick]
 
-One process trains a Llama with AdamW in float32, and saves weights and optimizer state after some steps. A stall is the
-time that the call takes in the training's thread; the steps until the save is complete are timed beside steps without a
-save. Then the last checkpoint is loaded. Each way is a process of its own. Writes a table (.md) and all numbers
-(.json) into benchmarks/results.
+One process trains a Llama with AdamW in float32, and saves weights and optimizer state. A stall is the time that the
+training's thread spends on a save: the call, and for Weft's async saves also the wait before the next update. Blocks of
+steps with a save and without one take turns, and so do the ways, each a process of its own. Then the last checkpoint is
+loaded. Writes a table (.md) and all numbers (.json) into benchmarks/results.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
+sys.path.insert(0, str(HERE.parent / "src"))
 from common import (  # noqa: E402
     SHAPES,
     available_cores,
@@ -31,6 +32,8 @@ from common import (  # noqa: E402
     write_results,
 )
 
+from weft.launch.threads import use_huge_pages, wait_briefly  # noqa: E402
+
 WAYS = {
     "weft-sync": "Weft, `checkpoint.mode: sync`",
     "weft-async": "Weft, `checkpoint.mode: async`",
@@ -40,11 +43,13 @@ WAYS = {
     "torch": "`torch.save`",
 }
 NOTES = """\
-- Stall: median seconds in the training's thread for one save, after a first save that is not counted. Of async saves it
-  contains the copy to memory that the process already has.
+- Stall: median seconds in the training's thread for one save, after two saves that are not counted, and range. Weft
+  copies weights and optimizer state beside the next step; its stall contains the wait for the copy before the update.
 - CPU of the stall: of the training's thread. CPU of a save: of all threads; CPU seconds of steps with
   saves, less those of steps without. Other programs on the machine disturb these less than times.
-- Whole run: the time of all steps and saves, with the wait for the last save, beside the same steps without saves.
+- Whole run: a block of steps with one save, with the wait until the save is complete, beside the same steps without a
+  save, in turns: median and range of the ratios of neighbours.
+- Waiting threads sleep soon (GOMP_SPINCOUNT), and large tensors are in huge pages, as `weft train` sets it.
 - Load: the last checkpoint into the model and the optimizer, in the same process. The kernel is asked to forget the
   files before, also before the disk's own read. Weft verifies every byte.
 - Weft hashes every byte (SHA-256) and waits for the disk (fsync). `dcp.save` also waits for the disk, without a hash;
@@ -85,21 +90,7 @@ def saver(way: str, model, optimizer, folder: Path):
             pending.pop().result()
 
     if way.startswith("weft"):
-        from weft.checkpoint.background import BackgroundSaver
-        from weft.checkpoint.checkpoint_files import Keep
-        from weft.checkpoint.save import Content, stage
-
-        background = BackgroundSaver() if way == "weft-async" else None
-
-        def save(step: int) -> None:
-            content = Content(step, model, optimizer, {}, {}, {})
-            if background is None:
-                stage(folder, content, Keep(2)).write()
-            else:
-                background.finish()
-                background.start(stage(folder, content, Keep(2), background.begin()))
-
-        return save, background.finish if background is not None else wait
+        return weft_saver(way, model, optimizer, folder)
     if way == "accelerate":
         from accelerate import Accelerator
 
@@ -122,6 +113,52 @@ def saver(way: str, model, optimizer, folder: Path):
     return save_other, wait
 
 
+def weft_saver(way: str, model, optimizer, folder: Path):
+    """As `saver`, with what a training loop of Weft does."""
+    from weft.checkpoint.background import BackgroundSaver
+    from weft.checkpoint.checkpoint_files import Keep
+    from weft.checkpoint.save import Content, stage
+
+    background = BackgroundSaver()
+    layout = None
+
+    def save(step: int) -> None:
+        nonlocal layout
+        content = Content(step, model, optimizer, {}, {}, {})
+        if way == "weft-sync":
+            staged = stage(folder, content, Keep(2), layout=layout)
+            staged.write()
+        else:
+            background.finish()
+            staged = stage(folder, content, Keep(2), background.begin(), layout=layout)
+            background.start(staged, late=True)
+        layout = staged.layout
+
+    optimizer.register_step_pre_hook(lambda *_: background.copied())
+    return save, background.finish
+
+
+class Stalls:
+    """Seconds and CPU seconds that the training's thread spends on each save."""
+
+    def __init__(self, optimizer):
+        self.seconds, self.cpu = [], []
+        hooks = list(optimizer._optimizer_step_pre_hooks.values())
+        optimizer._optimizer_step_pre_hooks.clear()
+        optimizer.register_step_pre_hook(lambda *given: self.add(lambda: [hook(*given) for hook in hooks]))
+
+    def add(self, action, *, new: bool = False) -> None:
+        began, began_cpu = time.perf_counter(), time.thread_time()
+        action()
+        spent, cpu = time.perf_counter() - began, time.thread_time() - began_cpu
+        if new:
+            self.seconds.append(0.0)
+            self.cpu.append(0.0)
+        if self.seconds:
+            self.seconds[-1] += spent
+            self.cpu[-1] += cpu
+
+
 def measure(asked: dict) -> dict:
     """Times one way, in this process."""
     import torch.distributed as dist
@@ -135,34 +172,31 @@ def measure(asked: dict) -> dict:
         dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save needs one
     model, optimizer, step = trained(asked)
     save, wait = saver(asked["way"], model, optimizer, folder)
-    save(0)  # allocates
-    wait()
-    stalls, stalls_cpu, began, began_cpu = [], [], time.perf_counter(), time.process_time()
-    for number in range(1, asked["saves"] * asked["every"] + 1):
+    stalls = Stalls(optimizer)
+    for _ in range(2):  # memory, and what is planned once
+        save(0)
         step()
-        if number % asked["every"] == 0:
-            before, before_cpu = time.perf_counter(), time.thread_time()
-            save(number)
-            stalls.append(time.perf_counter() - before)
-            stalls_cpu.append(time.thread_time() - before_cpu)
-    wait()
-    with_saves, began = time.perf_counter() - began, time.perf_counter()
-    with_cpu, began_cpu = time.process_time() - began_cpu, time.process_time()
-    for _ in range(asked["every"]):
-        step()
-    without = asked["saves"] * (time.perf_counter() - began)
-    without_cpu = asked["saves"] * (time.process_time() - began_cpu)
+        wait()
+    stalls.seconds, stalls.cpu = [], []
+    blocks = {True: [], False: []}
+    for number in range(asked["saves"]):
+        for saves in (True, False) if number % 2 else (False, True):
+            began, began_cpu = time.perf_counter(), time.process_time()
+            if saves:
+                stalls.add(lambda: save(number + 1), new=True)  # noqa: B023
+            for _ in range(asked["every"]):
+                step()
+            wait()
+            blocks[saves].append((time.perf_counter() - began, time.process_time() - began_cpu))
     size = 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
     forget(folder)
     began = time.perf_counter()
-    load(asked["way"], model, optimizer, folder, asked["saves"] * asked["every"])
+    load(asked["way"], model, optimizer, folder, asked["saves"])
     return {
-        "stalls": stalls,
-        "stalls_cpu": stalls_cpu,
-        "with": with_saves,
-        "without": without,
-        "with_cpu": with_cpu,
-        "without_cpu": without_cpu,
+        "stalls": stalls.seconds,
+        "stalls_cpu": stalls.cpu,
+        "with": blocks[True],
+        "without": blocks[False],
         "load": time.perf_counter() - began,
         "bytes": size,
     }
@@ -225,33 +259,45 @@ def disk(path: Path, size: int) -> float:
     return time.perf_counter() - began
 
 
+def spread(values, form: str) -> str:
+    """Median and range."""
+    values = sorted(values)
+    return f"{statistics.median(values):{form}} ({values[0]:{form}} to {values[-1]:{form}})"
+
+
 def table(found: dict) -> str:
     """The result as a page of Markdown."""
     size, speed = found["bytes"], found["bytes"] / found["disk"] / 1e9
+    step = statistics.median(
+        seconds / found["every"] for got in found["ways"].values() for seconds, _ in got.get("without", [])
+    )
     lines = [
         "# Stall per checkpoint",
         "",
         f"{found['device']}, {found['threads']} threads; a Llama of {found['shape']} parameters, {size / 1e6:,.0f} MB "
-        f"of weights and AdamW state, a save every {found['every']} steps; the disk writes {speed:.2f} GB/s and "
-        f"reads {size / found['read'] / 1e9:.2f} GB/s; {load_before()}; {found['date'][:10]}.",
+        f"of weights and AdamW state; a save every {found['every']} steps of {256 * found['batch']:,} tokens (median "
+        f"{1e3 * step:.0f} ms); {found['rounds']} rounds of {found['saves']} saves of each way; the disk writes "
+        f"{speed:.2f} GB/s and reads {size / found['read'] / 1e9:.2f} GB/s; {load_before()}; {found['date'][:10]}.",
         "",
         NOTES,
         "",
-        "| way | stall | of Weft's sync stall | GB/s of the stall | CPU of the stall | CPU of a save | whole run, more "
-        "than without saves | CPU, more | load, GB/s |",
-        "| --- |" + " ---: |" * 8,
+        "| way | stall | of Weft's sync stall | CPU of the stall | CPU of a save | whole run, more than without | "
+        "CPU, more | load, GB/s |",
+        "| --- |" + " ---: |" * 7,
     ]
     sync = statistics.median(found["ways"]["weft-sync"]["stalls"])
     for way, got in found["ways"].items():
         if "failed" in got:
-            lines.append(f"| {WAYS[way]} | {got['failed'].splitlines()[-1][:80]} |" + " |" * 8)
+            lines.append(f"| {WAYS[way]} | {got['failed'].splitlines()[-1][:80]} |" + " |" * 6)
             continue
-        stall, more = statistics.median(got["stalls"]), got["with"] / got["without"] - 1
-        cpu = (got["with_cpu"] - got["without_cpu"]) / len(got["stalls"])
+        pairs = list(zip(got["with"], got["without"], strict=True))
+        more, cpu_more = ([saved[kind] / plain[kind] - 1 for saved, plain in pairs] for kind in (0, 1))
+        cpu = statistics.median(saved[1] - plain[1] for saved, plain in pairs)
+        stall = statistics.median(got["stalls"])
         lines.append(
-            f"| {WAYS[way]} | {stall:.3f} s | {stall / sync:.1%} | {size / stall / 1e9:.2f} | "
-            f"{statistics.median(got['stalls_cpu']):.3f} s | {cpu:.2f} s | {more:+.1%} | "
-            f"{got['with_cpu'] / got['without_cpu'] - 1:+.1%} | {size / got['load'] / 1e9:.2f} |"
+            f"| {WAYS[way]} | {spread([1e3 * one for one in got['stalls']], '.1f')} ms | {stall / sync:.1%} | "
+            f"{1e3 * statistics.median(got['stalls_cpu']):.1f} ms | {cpu:.2f} s | {spread(more, '+.1%')} | "
+            f"{statistics.median(cpu_more):+.1%} | {size / statistics.median(got['load']) / 1e9:.2f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -259,8 +305,9 @@ def table(found: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="14m")
-    parser.add_argument("--saves", type=int, default=2)
-    parser.add_argument("--every", type=int, default=50, help="steps between saves")
+    parser.add_argument("--saves", type=int, default=2, help="of each way in a round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--every", type=int, default=50, help="steps in a block")
     parser.add_argument("--batch", type=int, default=1, help="sequences of 256 tokens in a step")
     parser.add_argument("--directory", help="where checkpoints are written (default: the temporary folder)")
     parser.add_argument("--out", type=Path, default=HERE / "results")
@@ -268,23 +315,38 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="does it work? a small shape, no figures to quote")
     args = parser.parse_args()
     shape, saves, every = ("14m", 2, 3) if args.quick else (args.shape, args.saves, args.every)
-    threads = available_cores()
+    threads, rounds = available_cores(), 1 if args.quick else args.rounds
     base = {"shape": shape, "saves": saves, "every": every, "batch": args.batch, "threads": threads}
-    found = {"ways": {}, **base, "device": processor(), "date": datetime.datetime.now().isoformat()}
-    for way in [*args.only.split(","), "disk"]:
-        work = Path(tempfile.mkdtemp(dir=args.directory, prefix="stall-"))
-        try:
-            asked = base | {"way": way, "folder": str(work)}
-            if way == "disk":
-                found["bytes"] = next(got["bytes"] for got in found["ways"].values() if "bytes" in got)
-                got = measured_apart(__file__, asked | {"bytes": found["bytes"]})
-                found["disk"], found["read"] = got["seconds"], got["read"]
-            else:
-                found["ways"][way] = got = measured_apart(__file__, asked)
-        finally:
-            shutil.rmtree(work)
-        print(way, got, flush=True)
+    found: dict = {"ways": {}, **base, "rounds": rounds, "device": processor()}
+    found["date"] = datetime.datetime.now().isoformat()
+    wait_briefly()
+    use_huge_pages()
+    for _ in range(rounds):
+        for way in args.only.split(","):
+            add(found["ways"].setdefault(way, {}), apart(args.directory, base | {"way": way}))
+            print(way, found["ways"][way], flush=True)
+    found["bytes"] = next(got["bytes"] for got in found["ways"].values() if "bytes" in got)
+    got = apart(args.directory, base | {"way": "disk", "bytes": found["bytes"]})
+    found["disk"], found["read"] = got["seconds"], got["read"]
     write_results(args.out, f"checkpoint_stall-{slug(found['device'])}", table(found), found)
+
+
+def apart(directory: str | None, asked: dict) -> dict:
+    """Measures in a process and a folder of their own."""
+    work = Path(tempfile.mkdtemp(dir=directory, prefix="stall-"))
+    try:
+        return measured_apart(__file__, asked | {"folder": str(work)})
+    finally:
+        shutil.rmtree(work)
+
+
+def add(all_rounds: dict, one: dict) -> None:
+    """Adds the numbers of a round to those of the rounds before."""
+    for name, value in one.items():
+        if name in ("bytes", "failed"):
+            all_rounds[name] = value
+        else:
+            all_rounds.setdefault(name, []).extend(value if isinstance(value, list) else [value])
 
 
 if __name__ == "__main__":

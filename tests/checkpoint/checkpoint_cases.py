@@ -11,12 +11,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from same_files import equal_files
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from weft.checkpoint import late_copy
+from weft.checkpoint.background import BackgroundSaver
 from weft.checkpoint.checkpoint_files import Keep
 from weft.checkpoint.load import checkpoints, load
 from weft.checkpoint.save import Content, stage
@@ -201,6 +204,12 @@ def four_ranks(folder: Path, rank: int):
             case = partial(goes_on, folder / f"{before}-{kind}", kind, meshes[after], same_mesh=before == after)
             yield f"{before}-to-{after}-{kind}", case
     yield "tensor-parallel", lambda: tensor_parallel(folder)
+    for name, model in (
+        ("x4", meshes["x4"](built(1))),
+        ("hsdp", meshes["hsdp"](built(1))),
+        ("tp", built_for_tensor_parallel(1)),
+    ):
+        yield f"beside-{name}", partial(beside, folder / f"beside-{name}", rank, model)
     yield "disk-full", lambda: disk_full(folder, rank, mesh)
     yield "damaged", lambda: refuses(folder / "damaged", built(2), "shard-00001-model-00001-of-00001.safetensors", rank)
     yield (
@@ -209,16 +218,38 @@ def four_ranks(folder: Path, rank: int):
     )
 
 
-def tensor_parallel(folder: Path) -> None:
+def built_for_tensor_parallel(seed: int) -> nn.Module:
     """FSDP2 over tensor parallelism: two sharded dimensions, one of them strided."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
 
-    def build(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        return fully_shard(model, mesh=mesh["dp"])
 
+def beside(folder: Path, rank: int, model: nn.Module) -> None:
+    """Saves beside the next updates, copied late in blocks, are those of saves that the training waits for."""
+    late_copy._SMALL, late_copy._BLOCK = 8, 64
+    saver, optimizer, layout = BackgroundSaver(), adamw(model), None
+    optimizer.register_step_pre_hook(lambda *_: saver.copied())
+    settings = {"state": {}, "architecture": {"type": "decoder"}}
+    for step in range(5):
+        others = {"extra": torch.arange(5.0)} if step == 3 and rank == 1 else {}  # only this rank needs a new layout
+        content = Content(step, model, optimizer, others=others, **settings)
+        saver.finish()
+        stage(folder / "sync", content, Keep(9)).write()
+        staged = stage(folder / "async", content, Keep(9), saver.begin(), layout=layout)
+        layout = staged.layout
+        saver.start(staged, late=True)
+        updates(model, optimizer, step, step + 1)
+    saver.finish()
+    dist.barrier()
+    assert equal_files(folder / "sync", folder / "async") >= 5 * 8
+    assert len(checkpoints(folder / "async")) == 5
+
+
+def tensor_parallel(folder: Path) -> None:
+    build = built_for_tensor_parallel
     model = build(1)
     optimizer = adamw(model)
     updates(model, optimizer, 0, 3)

@@ -6,10 +6,12 @@ import threading
 import pytest
 import torch
 from checkpoint_cases import adamw, built, everything, same, updates
+from same_files import equal_files
 
 from weft.checkpoint import save as saving
 from weft.checkpoint.background import BackgroundSaver
 from weft.checkpoint.checkpoint_files import Keep, find_damage
+from weft.checkpoint.late_copy import LateCopies
 from weft.checkpoint.load import checkpoints, load
 from weft.checkpoint.save import Content, stage
 from weft.errors import UserError
@@ -111,8 +113,67 @@ def test_all_files_are_those_of_a_save_that_the_training_waits_for(tmp_path, hel
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), kept, strict=True):
                 parameter.copy_(value)
-    mine, theirs = (sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file()) for one in folders)
-    assert mine == theirs
-    assert len(mine) >= 2 * 5  # weights, index, checksums, state and sections of both steps
-    for path in mine:
-        assert (folders[0] / path).read_bytes() == (folders[1] / path).read_bytes(), path
+    assert equal_files(*folders) >= 2 * 5  # weights, index, checksums, state and sections of both steps
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_an_update_waits_until_all_is_copied(tmp_path, monkeypatch, slow):
+    """Saves beside the next update have the files of saves that the training waits for."""
+    model, saver, gate, finish = built(1, width=10_000), BackgroundSaver(), threading.Event(), LateCopies.finish
+    optimizer, folders, layout = adamw(model), (tmp_path / "sync", tmp_path / "async"), None
+    optimizer.register_step_pre_hook(lambda *_: saver.copied())
+
+    def wait(self):  # a slow thread leaves all copies to the update
+        assert not slow or threading.current_thread() is threading.main_thread() or gate.wait(60)
+        finish(self)
+
+    monkeypatch.setattr(LateCopies, "finish", wait)
+    updates(model, optimizer, 0, 1)
+    for step in (1, 2, 3):
+        gate.clear()
+        stage(folders[0], content(model, optimizer, step), Keep(9)).write()
+        staged = stage(folders[1], content(model, optimizer, step), Keep(9), saver.begin(), layout=layout)
+        layout = staged.layout
+        saver.start(staged, late=True)
+        updates(model, optimizer, step, step + 1)
+        gate.set()
+        saver.finish()
+    assert equal_files(*folders) >= 3 * 5
+
+
+def test_a_tensor_that_changes_while_it_is_copied_is_never_saved(tmp_path, monkeypatch):
+    model, saver, gate, finish = built(1, width=8_000), BackgroundSaver(), threading.Event(), LateCopies.finish
+    optimizer = adamw(model)
+    updates(model, optimizer, 0, 1)
+    monkeypatch.setattr(LateCopies, "finish", lambda self: gate.wait(60) and finish(self))
+    saver.start(stage(tmp_path, content(model, optimizer, 1), Keep(9), saver.begin()), late=True)
+    with torch.no_grad():
+        model.down.weight[0].add_(1)  # through a view, and not through `copied`
+    gate.set()
+    with pytest.raises(RuntimeError, match=r"step-00000001: model\.down\.weight changed while it was copied"):
+        saver.finish()
+    assert not checkpoints(tmp_path)
+    saver.start(stage(tmp_path, content(model, optimizer, 2), Keep(9), saver.begin()), late=True)
+    saver.finish()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002"]
+
+
+def test_a_layout_is_used_again_only_for_tensors_of_the_same_kinds(tmp_path, monkeypatch):
+    plans, save = [], saving.state_dict_saver.save
+    monkeypatch.setattr(saving.state_dict_saver, "save", lambda *a, **k: plans.append(1) or save(*a, **k))
+    model = built(1)
+    optimizer, layout = adamw(model), None
+    planned = []
+    for step in range(5):
+        others = {"extra": torch.arange(3 + (step == 4))} if step > 2 else {}
+        asked = Content(step, model, optimizer, {}, {"type": "decoder"}, others)
+        staged = stage(tmp_path / "again", asked, Keep(9), layout=layout)
+        layout = staged.layout
+        staged.write()
+        planned.append(len(plans))
+        stage(tmp_path / "anew", asked, Keep(9)).write()
+        plans.clear()
+        updates(model, optimizer, step, step + 1)
+    # After the first update there is optimizer state; then another tensor, then one of another shape.
+    assert planned == [1, 1, 0, 1, 1]
+    assert equal_files(tmp_path / "again", tmp_path / "anew") >= 5 * 5

@@ -25,6 +25,7 @@ CASES = [
         for way in ("x1-to-x4", "x2-to-x4", "x4-to-x4", "x4-to-hsdp", "hsdp-to-hsdp")
     ),
     "tensor-parallel",
+    *(f"beside-{mesh}" for mesh in ("x4", "hsdp", "tp")),
     "disk-full",
     "damaged",
     "mismatch",

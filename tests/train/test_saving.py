@@ -4,12 +4,17 @@ import json
 import math
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import forked
+import numpy as np
 import pytest
 import torch
+from same_files import equal_files
 
+from weft.checkpoint import late_copy
 from weft.checkpoint.checkpoint_files import find_damage
 from weft.checkpoint.load import checkpoints
 from weft.cli.main import main
@@ -40,9 +45,74 @@ def train(tmp_path, run_yaml):
 def test_async_saves_are_those_of_sync_saves(train, capsys):
     sync, beside = train("sync"), train("async", "checkpoint.mode=async")
     assert losses(sync) == losses(beside)
+    assert equal_files(sync / "checkpoints", beside / "checkpoints") > 3 * 5
     for one, two in zip(checkpoints(sync), checkpoints(beside), strict=True):
         assert main(["checkpoint", "diff", str(one), str(two)]) == 0
         assert main(["checkpoint", "verify", str(two)]) == 0
+
+
+OWN_NORM = """
+import torch
+from torch import nn
+
+class Norm(nn.RMSNorm):
+    def __init__(self, width, eps):
+        super().__init__(width, eps)
+
+    def forward(self, x):
+        self.weight.data.clamp_(0.9999, 1.0001)  # an operation that autograd does not see
+        return super().forward(x)
+"""
+
+
+@pytest.fixture
+def slow_copies(monkeypatch):
+    """The thread that copies is still at it when the next step begins."""
+    copy = np.copyto
+
+    def slow(*arrays):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.01)
+        copy(*arrays)
+
+    monkeypatch.setattr(late_copy, "_SMALL", 0)
+    monkeypatch.setattr(late_copy, "_BLOCK", 2**16)
+    monkeypatch.setattr(late_copy.np, "copyto", slow)
+
+
+@pytest.mark.usefixtures("slow_copies")
+@pytest.mark.parametrize("writes", ["update", "validation", "forward"])
+def test_what_writes_to_weights_soon_after_a_save_does_not_change_it(
+    train, tmp_path, monkeypatch, tiny_heldout, writes
+):
+    """A validation with averaged weights swaps them; a model's own code can write to them in the next step."""
+    (tmp_path / "own_parts.py").write_text(OWN_NORM)
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {
+        "update": {},
+        "validation": {
+            "callbacks": [{"type": "ema", "decay": 0.5, "validate": True}],
+            "data": {"validation": str(tiny_heldout)},
+            "validation": {"every": 2, "tokens": 64},
+        },
+        "forward": {"model": {"norm": "own_parts:Norm"}},
+    }[writes]
+    sync, beside = (train(mode, f"checkpoint.mode={mode}", **changes) for mode in ("sync", "async"))
+    assert losses(sync) == losses(beside)
+    assert equal_files(sync / "checkpoints", beside / "checkpoints") > 3 * 5
+
+
+@pytest.mark.usefixtures("slow_copies")
+def test_the_users_own_loop_can_write_to_weights_soon_after_a_save(run_yaml, tmp_path):
+    for mode in ("sync", "async"):
+        overrides = [f"run.name={mode}", f"checkpoint.mode={mode}", "checkpoint.every=1", "checkpoint.keep_last=9"]
+        with Trainer(RunConfig.load(run_yaml(**SHORT), overrides), batches="global") as trainer:
+            for step in range(2):
+                trainer.step({"tokens": torch.arange(128).reshape(2, 64) + step})
+                for parameter in trainer.model.parameters():
+                    parameter.data.add_(0.01)
+    runs = tmp_path / "runs"
+    assert equal_files(runs / "sync" / "checkpoints", runs / "async" / "checkpoints") > 2 * 5
 
 
 @pytest.mark.xdist_group("ranks")

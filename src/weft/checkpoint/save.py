@@ -9,7 +9,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
 
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.adapter_record import record_of, saved_tensors
@@ -54,6 +56,20 @@ class Content:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Which rank writes what. The next checkpoint has the same layout if all ranks have tensors of the same kinds.
+
+    Attributes:
+        kinds: name, dtype, shape and sharding of each tensor of this rank, and its tied weights.
+        plan, index: see `SafetensorsWriter`.
+    """
+
+    kinds: list
+    plan: SavePlan
+    index: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class StagedSave:
     """A checkpoint whose tensors are assigned to files of the ranks, before the first file is written.
 
@@ -62,6 +78,9 @@ class StagedSave:
         contents: name of each JSON file -> value.
         writer: the files of tensors of this rank.
         hosts: the hosts of a local checkpoint, each with a folder of its own. None: all ranks write into one folder.
+        layout: for the next call of `stage`.
+        updated: name -> tensor, of the tensors that only an update of the optimizer changes: parameters and optimizer
+            state.
     """
 
     target: Path
@@ -69,6 +88,8 @@ class StagedSave:
     contents: dict[str, Any]
     writer: SafetensorsWriter
     task: str
+    layout: Layout
+    updated: Mapping[str, Tensor]
     hosts: Hosts | None = None
 
     def write(self, group: dist.ProcessGroup | None = None, workers: int | None = None, reports: bool = True) -> Path:
@@ -125,15 +146,18 @@ def stage(
     keep: files.Keep,
     hold: Callable[[Entry], Entry] | None = None,
     hosts: Hosts | None = None,
+    layout: Layout | None = None,
 ) -> StagedSave:
     """Decides which rank writes what. Every rank must call it. The files are written by `StagedSave.write`.
 
     The checkpoint is `<run>/checkpoints/step-%08d`.
 
     Args:
-        hold: function that copies the tensor of an entry. Default: tensors are read when they are written, so they must
-            not change before.
+        hold: function that replaces the tensor of an entry by memory for a copy. Default: tensors are read when they
+            are written, so they must not change before.
         hosts: the hosts of a local checkpoint (see `StagedSave`).
+        layout: the layout of an earlier checkpoint of this run. It is used again if it fits, which saves a plan and
+            most communication.
     """
     step, model = content.step, content.model
     target = Path(run_directory) / files.FOLDER / files.checkpoint_name(step)
@@ -141,18 +165,20 @@ def stage(
     doing(task, "save", LONG)
     try:
         record = record_of(model)
-        tensors, aliases, description = _collect(model, content.optimizer, saved_tensors(model))
-        tensors |= content.others
-        writer = SafetensorsWriter(aliases, hold)
-        with planning():
-            state_dict_saver.save(
-                tensors,
-                storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                no_dist=not ranks.distributed(),
-            )
+        found = _collect(content, saved_tensors(model), layout)
+        tensors = {name: reduce_partial(tensor) for name, tensor in found.tensors.items()}
+        writer = SafetensorsWriter(found.aliases, hold)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        if layout is not None and found.same_layout:
+            plan = layout.plan
+            planner.set_up_planner(tensors)
+            ranks.agree(lambda: writer.write_data(plan, planner))
+            writer.index = layout.index
+        else:
+            with planning():
+                state_dict_saver.save(tensors, storage_writer=writer, planner=planner, no_dist=not ranks.distributed())
         state = {**content.state, "step": step}
-        values = {files.MODEL: content.architecture, files.OPTIMIZER: description, files.STATE: state}
+        values = {files.MODEL: content.architecture, files.OPTIMIZER: found.description, files.STATE: state}
         values |= {} if record is None else {files.ADAPTER: record.content(target)}
         contents = values if hold is None else copy.deepcopy(values)  # callbacks may change their state
     except (
@@ -160,7 +186,9 @@ def stage(
         CheckpointException,
     ) as error:  # CheckpointException is not an Exception; all ranks get here
         raise _explain(error, target) from error
-    return StagedSave(target, keep, contents, writer, task, hosts)
+    layout = Layout(found.kinds, writer.plan, writer.index)
+    updated = {name: found.tensors[name] for name in found.updated}
+    return StagedSave(target, keep, contents, writer, task, layout, updated, hosts)
 
 
 def _begin(folder: Path, partial: Path, keep: files.Keep, needed: int) -> None:
@@ -173,38 +201,65 @@ def _begin(folder: Path, partial: Path, keep: files.Keep, needed: int) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({needed:,} bytes needed, {free:,} free)")
 
 
-def _collect(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, select: Callable[[str], bool] | None
-) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any] | None]:
+@dataclass(frozen=True)
+class _Collected:
+    """The tensors of this rank, and what the files say about those of all ranks.
+
+    Attributes:
+        tensors: name -> tensor.
+        updated: names of parameters and of optimizer state.
+        aliases: further name of a tied weight -> saved name.
+        description: the optimizer's class and values that are not tensors (see `optimizer_state`).
+        kinds: see `Layout`.
+        same_layout: whether the kinds of all ranks are those of the earlier layout.
+    """
+
+    tensors: dict[str, Tensor]
+    updated: list[str]
+    aliases: dict[str, str]
+    description: dict[str, Any] | None
+    kinds: list
+    same_layout: bool
+
+
+def _collect(content: Content, select: Callable[[str], bool] | None, layout: Layout | None) -> _Collected:
     """Collects this rank's tensors; and, from all ranks, the names of tied weights and the values that are not tensors.
 
     Args:
         select: function that returns whether a tensor of the model, given its name, is saved; None: all are.
-
-    Returns:
-        Three values: name -> tensor; further name of a tied weight -> saved name; and the optimizer's class and values
-        that are not tensors (see `optimizer_state`).
     """
 
-    def local() -> tuple:
-        tensors, aliases = {}, {}
-        for name, (tensor, same) in model_tensors(model).items():
+    def local() -> _Collected:
+        tensors: dict[str, Tensor] = {}
+        aliases, description = {}, None
+        for name, (tensor, same) in model_tensors(content.model).items():
             if select is not None and not select(name):
                 continue
             tensors[MODEL_PREFIX + name] = tensor
             aliases |= dict.fromkeys(same[1:], name)
-        if optimizer is None:
-            return tensors, aliases, None
-        state, description = optimizer_state(optimizer, model)
-        return {**tensors, **state}, aliases, description
+        updated = [name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)]
+        if content.optimizer is not None:
+            state, description = optimizer_state(content.optimizer, content.model)
+            tensors |= state
+            updated += state
+        tensors |= content.others
+        kinds = [aliases, *((name, *_kind(tensor)) for name, tensor in tensors.items())]
+        return _Collected(tensors, updated, aliases, description, kinds, layout is not None and kinds == layout.kinds)
 
-    tensors, aliases, description = ranks.agree(local)
+    found = ranks.agree(local)
     # Pipeline ranks have different parameters; the files describe the parameters of all ranks.
-    for other_aliases, other in ranks.distinct_values([aliases, description]):
-        aliases = {**other_aliases, **aliases}
+    aliases, description, same_layout = found.aliases, found.description, True
+    for other_aliases, other, same in ranks.distinct_values([aliases, description, found.same_layout]):
+        aliases, same_layout = {**other_aliases, **aliases}, same_layout and same
         if description is not None and other is not None:
             description = {**description, "state": {**other["state"], **description["state"]}}
-    return {name: reduce_partial(tensor) for name, tensor in tensors.items()}, aliases, description
+    return replace(found, aliases=aliases, description=description, same_layout=same_layout)
+
+
+def _kind(tensor: Tensor) -> tuple:
+    """Returns what decides, beside a tensor's name, how ranks divide it."""
+    mesh = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    return tensor.dtype, tensor.shape, *mesh
 
 
 def _write_json(partial: Path, contents: dict[str, Any]) -> dict[str, files.Digest]:

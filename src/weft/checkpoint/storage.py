@@ -108,6 +108,7 @@ class SafetensorsWriter(StorageWriter):
         hold: function that replaces each entry to write, for example by a copy of its tensor.
 
     Attributes:
+        plan: what this rank writes.
         shards: name of each file of this rank -> its tensors.
         index: on rank 0, the content of index.json.
         bytes: the bytes of this rank's tensors.
@@ -115,6 +116,7 @@ class SafetensorsWriter(StorageWriter):
 
     def __init__(self, tied: dict[str, str], hold: Callable[[Entry], Entry] | None = None):
         self.tied, self.hold = tied, hold or (lambda entry: entry)
+        self.plan = SavePlan([])
         self.shards: dict[str, list[Entry]] = {}
         self.index: dict[str, Any] = {}
         self.bytes = 0
@@ -137,6 +139,7 @@ class SafetensorsWriter(StorageWriter):
         return [dataclasses.replace(plan, storage_data=number) for number, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.plan = plan
         items = {(item.index.fqn, tuple(_data(item).chunk.offsets)): item for item in plan.items if _size(item)}
         groups = split_by_size([self.hold(_entry(item, planner)) for item in items.values()], FILE_BYTES)
         self.shards = dict(zip(shard_names(plan.storage_data, len(groups)), groups, strict=True))

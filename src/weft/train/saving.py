@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from weft.checkpoint.checkpoint_files import (
 from weft.checkpoint.load import checkpoints
 from weft.checkpoint.local import KEPT, Local, find_local, open_local
 from weft.checkpoint.local_record import RECORD
-from weft.checkpoint.save import Content, stage
+from weft.checkpoint.save import Content, Layout, StagedSave, stage
+from weft.checkpoint.tensor_file import Entry
 from weft.checkpoint.uploader import Uploader
 from weft.errors import UserError
 from weft.files import report_write_errors
@@ -30,6 +31,7 @@ from weft.formatting import masked
 from weft.observe.metrics import OF_MACHINE, as_number
 from weft.observe.status import LONG, doing
 from weft.parallel.ranks import error_on_all_ranks
+from weft.train.writers import has_custom_passes, only_updates_write
 
 if TYPE_CHECKING:
     from weft.train.loop import Loop
@@ -55,7 +57,11 @@ class Saver:
 
     def __init__(self, loop: Loop):
         self.loop, self.settings = loop, loop.config.checkpoint
-        self.background = BackgroundSaver() if self.settings.mode == "async" else None
+        self.background = background = BackgroundSaver() if self.settings.mode == "async" else None
+        if background is not None:
+            loop.optimizer.register_step_pre_hook(lambda *_: background.copied())
+        self._may_copy_late = not has_custom_passes(loop.config)
+        self._layout: Layout | None = None  # of the last checkpoint
         self.durable_seconds: float | None = None
         self.durable_at = self.local_at = -1
         self._local: Local | None = None
@@ -146,17 +152,15 @@ class Saver:
             local: where to save a local checkpoint. Default: the run directory.
         """
         self.finish()
-        folder, hosts = (None, None) if local is None else (local.folder, local.hosts)
-        self.loop.monitor.before_save(folder)
+        self.loop.monitor.before_save(None if local is None else local.folder)
         self._completion.pop_all()  # of a save that failed
         loop, background = self.loop, self.background
         if self._uploader is not None and (problem := self._uploader.problem()) is not None:
             loop.job.console.warning(f"{problem}; it is tried again with this one")
-        keep = Keep(KEPT) if local is not None else self._keep
         self._completion.callback(self._completed, step, time.monotonic(), local)
         self._completion.enter_context(loop.recorder.saving(step))
         hold = None if background is None else background.begin()
-        staged = stage(folder or loop.job.run.path, self._content(step), keep, hold, hosts)
+        staged = self._stage(step, local, hold)
         if local is None:
             loop.saved_at = step
         self._local_step, self._local_at = step, time.monotonic()
@@ -164,7 +168,7 @@ class Saver:
             staged.write()
             self._completion.close()
         else:
-            background.start(staged)
+            background.start(staged, late=self._may_copy_late and only_updates_write(loop, step))
 
     def save_last(self, step: int, left: float | None) -> None:
         """Saves a checkpoint at the end of a session. If it may come too late, saves a local checkpoint first.
@@ -187,17 +191,22 @@ class Saver:
         """Saves a local checkpoint now, even if another checkpoint is in progress beside the training."""
         if self._local is None:
             self._local = open_local(self.loop.job.run.path, self.settings.local)
-        stage(self._local.folder, self._content(step), Keep(KEPT), hosts=self._local.hosts).write()
+        self._stage(step, self._local).write()
         self.local_at = step
 
-    def _content(self, step: int) -> Content:
-        """Returns what a checkpoint of the current state contains."""
+    def _stage(self, step: int, local: Local | None, hold: Callable[[Entry], Entry] | None = None) -> StagedSave:
+        """Stages a checkpoint of the current state in the folder of local checkpoints, or in the run directory."""
         loop = self.loop
         values, tensors = loop.callbacks.state_dict()
         compress = loop.compress.state() if loop.compress is not None else {}
         architecture = loop.config.model.model_dump(mode="json", by_alias=True)
         others = {**compress, **tensors, **loop.frozen.tensors()}
-        return Content(step, loop.model, loop.optimizer, self._state(step, values), architecture, others)
+        content = Content(step, loop.model, loop.optimizer, self._state(step, values), architecture, others)
+        where = (loop.job.run.path, self._keep, None) if local is None else (local.folder, Keep(KEPT), local.hosts)
+        folder, keep, hosts = where
+        staged = stage(folder, content, keep, hold, hosts, self._layout)
+        self._layout = staged.layout
+        return staged
 
     def finish(self) -> None:
         """Waits for the checkpoint in progress, if there is one. Every rank must call it.
