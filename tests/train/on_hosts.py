@@ -4,7 +4,30 @@ import contextlib
 import io
 import os
 import signal
+import sys
 from pathlib import Path
+
+OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir")  # Python's audit events
+
+
+def fit_killed_at(file: Path, disks: list[Path], victim: int, number: int) -> int:
+    """As `fit`, but the rank `victim` is killed before its operation `number` on a local checkpoint (0: never).
+
+    Returns:
+        The number of operations.
+    """
+    rank, count, mine = int(os.environ["RANK"]), 0, str(disks[int(os.environ["RANK"])])
+
+    def audit(event: str, arguments: tuple) -> None:
+        nonlocal count
+        if event in OPERATIONS and any(str(one).startswith(mine) for one in arguments if isinstance(one, str | Path)):
+            count += 1
+            if rank == victim and count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(audit)
+    fit(file, disks)
+    return count
 
 
 def fit(file: Path, disks: list[Path], overrides: tuple[str, ...] = (), dies_after: int | None = None) -> str:
