@@ -95,6 +95,17 @@ def test_a_lost_run_continues_from_the_store_with_the_same_losses(train, capsys)
     assert len(stored()) == 2 + 2
 
 
+def test_a_store_that_could_not_be_read_leaves_no_lock(train, capsys, monkeypatch):
+    def fails(*_, **__):
+        raise OSError(503, "Slow Down")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Flaky, "info", fails)
+        train("again", url="flaky://bucket/runs", code=2)
+    assert "checkpoint.remote: flaky://bucket/runs/again: OSError: [Errno 503] Slow Down" in capsys.readouterr().err
+    assert steps(train("again", url="flaky://bucket/runs")) == [4, 6]
+
+
 def test_as_many_checkpoints_stay_in_the_store_as_in_the_run_directory(train):
     train("few", keep_last=1, keep_every=4)
     assert [name.split("/")[-2] for name in stored()] == ["step-00000004", "step-00000006"]

@@ -21,14 +21,16 @@ SECTIONS = {
     "log": {"trackers": []},
 }
 ERROR = "<?xml version='1.0'?><Error><Code>{0}</Code><Message>{0} of the proxy</Message></Error>"
+WRITES, READS = ("PUT", "POST"), ("GET",)
 FAULTS = {"500": "InternalError", "503": "SlowDown", "close": "", "slow": ""}
 
 
 class Proxy(BaseHTTPRequestHandler):
-    """Passes requests on. `fault` strikes those that write an object whose name contains `where`, `times` times."""
+    """Passes requests on. `fault` strikes `times` of those with `methods` for an object whose name contains `where`."""
 
     protocol_version = "HTTP/1.1"
     target, fault, where, times, struck = ("", 0), "", "", 0, 0
+    methods: tuple[str, ...] = WRITES
     release = threading.Event()  # ends the fault "stuck"
 
     def log_message(self, *_) -> None:
@@ -47,7 +49,7 @@ class Proxy(BaseHTTPRequestHandler):
 
     def strikes(self) -> bool:
         kind = type(self)
-        if self.command not in ("PUT", "POST") or kind.where not in self.path or kind.struck >= kind.times:
+        if self.command not in kind.methods or kind.where not in self.path or kind.struck >= kind.times:
             return False
         kind.struck += 1
         return True
@@ -59,6 +61,8 @@ class Proxy(BaseHTTPRequestHandler):
                 self.connection.shutdown(socket.SHUT_RDWR)
                 self.close_connection = True
                 return
+            if self.fault == "half":
+                return self.reply_half()
             if self.fault == "slow":
                 self.release.wait(0.3)
             elif self.fault == "stuck":
@@ -66,14 +70,33 @@ class Proxy(BaseHTTPRequestHandler):
             else:
                 self.body()
                 return self.reply(int(self.fault), {}, ERROR.format(FAULTS[self.fault]).encode())
+        status, headers, content = self.pass_on()
+        self.reply(status, headers, content)
+
+    def reply_half(self) -> None:
+        """Closes the connection in the middle of the answer."""
+        status, headers, content = self.pass_on()
+        self.send_response(status)
+        for name, value in headers.items():
+            if name.lower() not in ("transfer-encoding", "content-length", "connection", "date", "server"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2])
+        self.wfile.flush()
+        self.connection.shutdown(socket.SHUT_RDWR)
+        self.close_connection = True
+
+    def pass_on(self) -> tuple[int, dict[str, str], bytes]:
         content = self.body()
         skipped = ("transfer-encoding", "content-length", "expect", "connection")
         headers = {name: value for name, value in self.headers.items() if name.lower() not in skipped}
         connection = http.client.HTTPConnection(*self.target, timeout=60)
         connection.request(self.command, self.path, content, headers)
         response = connection.getresponse()
-        self.reply(response.status, dict(response.getheaders()), response.read())
+        answer = response.status, dict(response.getheaders()), response.read()
         connection.close()
+        return answer
 
     def reply(self, status: int, headers: dict[str, str], content: bytes) -> None:
         self.send_response(status)
@@ -136,8 +159,8 @@ def run(run_yaml, tmp_path, monkeypatch):
     return fit
 
 
-def strike(fault: str, where: str, times: int = 10**6) -> None:
-    Proxy.fault, Proxy.where, Proxy.times, Proxy.struck = fault, where, times, 0
+def strike(fault: str, where: str, times: int = 10**6, methods: tuple[str, ...] = WRITES) -> None:
+    Proxy.fault, Proxy.where, Proxy.times, Proxy.struck, Proxy.methods = fault, where, times, 0, methods
 
 
 def markers(s3) -> list[str]:
@@ -181,6 +204,41 @@ def test_a_store_that_fails_for_a_while_loses_nothing(s3, run, fault):
     expected = losses(made)
     assert complete(s3) == ["step-00000002", "step-00000004"]
     shutil.rmtree(made)
+    assert losses(run("training.steps=6", "--accept-changes"))[:4] == expected
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("fault", ["500", "503", "slow", "half"])
+@pytest.mark.parametrize("where", ["current.json", "complete.json", "state.json", "shard", "metrics.jsonl"])
+def test_a_store_that_cannot_be_read_for_a_while_loses_nothing(s3, run, capsys, fault, where):
+    """A new host downloads the run: of each object, the first three answers are errors, slow or half."""
+    made = run()
+    expected = losses(made)
+    shutil.rmtree(made)
+    capsys.readouterr()
+    strike(fault, where, 3, READS)
+    assert losses(run("training.steps=6", "--accept-changes"))[:4] == expected
+    assert "Traceback" not in capsys.readouterr().err
+    assert Proxy.struck == 3 or (fault == "slow" and Proxy.struck)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("fault", ["500", "503", "half"])
+@pytest.mark.parametrize("where", ["current.json", "complete.json", "shard"])
+def test_a_store_that_cannot_be_read_is_named_and_nothing_starts_over(s3, run, capsys, fault, where):
+    """A run that took the store for empty would begin again at step 0, in the place of the old one."""
+    made = run()
+    expected = losses(made)
+    shutil.rmtree(made)
+    capsys.readouterr()
+    strike(fault, where, methods=READS)
+    made = run("training.steps=6", "--accept-changes", code=2)
+    told = capsys.readouterr().err
+    assert "checkpoint.remote: " in told
+    assert "Traceback" not in told
+    assert not checkpoints(made)
+    strike(fault, "", 0)
+    assert complete(s3) == ["step-00000002", "step-00000004"]
     assert losses(run("training.steps=6", "--accept-changes"))[:4] == expected
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from weft.checkpoint.checkpoint_files import Keep, step_of
 from weft.checkpoint.load import checkpoints
 from weft.checkpoint.remote import RemoteRun, open_remote
+from weft.checkpoint.run_lock import unlock_run
 from weft.checkpoint.uploader import Uploader
 from weft.config.run import RunConfig
 from weft.config.trust import remember_code
@@ -122,7 +123,13 @@ def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool, s
             remote, message = open_remote(path, f"{url.rstrip('/')}/{path.name}", fresh=over)
             return message
 
-        if (message := world.agree(find_remote, only_first=True)) is not None:
+        try:
+            message = world.agree(find_remote, only_first=True)
+        except BaseException:
+            if world.rank == 0:
+                unlock_run(lock)  # so that this process may try again
+            raise
+        if message is not None:
             console.line(message)
     if world.rank == 0 and (warning := warn_of_other_writers(path)) is not None:
         console.warning(warning)
