@@ -96,6 +96,8 @@ NAMES = (
                 "quantized weights are dequantized for each product (slower)"),
     PrivateName("torch:_weight_int4pack_mm_for_cpu", "see _weight_int8pack_mm", "see _weight_int8pack_mm"),
     PrivateName("torch:_convert_weight_to_int4pack_for_cpu", "see _weight_int8pack_mm", "see _weight_int8pack_mm"),
+    PrivateName("torch.ops:mkldnn._linear_pointwise", "float32 products by oneDNN, where MKL has no AVX-512 kernels",
+                "float32 products on AMD's processors take 2.5 times as long"),
     PrivateName("torch._inductor.config:_micro_pipeline_tp", "async tensor parallelism has no public switch",
                 "parallel.async_tp is refused"),
     PrivateName("torch.distributed._symmetric_memory:enable_symm_mem_for_group", "see _micro_pipeline_tp",
@@ -212,12 +214,12 @@ flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
 flash_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
-# ---- products of bfloat16 activations and quantized weights on CPUs; None: this PyTorch lacks the kernel
+# ---- products on CPUs, two of them of bfloat16 and quantized weights; None: this PyTorch lacks the kernel
 
 multiply_int8: Any = getattr(torch, "_weight_int8pack_mm", None)  # (x, values [out, in], scale [out]) -> [rows, out]
-multiply_int4: Any = getattr(
-    torch, "_weight_int4pack_mm_for_cpu", None
-)  # (x, values, group size, scales) -> [rows, out]
+# (x, values, group size, scales) -> [rows, out]
+multiply_int4: Any = getattr(torch, "_weight_int4pack_mm_for_cpu", None)
+multiply_onednn: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # (a, b, bias, "none", [], "") -> a @ b.mT
 
 
 def pack_int4(integers: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

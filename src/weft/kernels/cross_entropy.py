@@ -6,9 +6,9 @@ from functools import cache
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from weft.kernels.autocast import as_autocast
+from weft.kernels.linear import matmul
 
 KEPT_ELEMENTS = 1 << 27  # most logits that are saved for backward; more logits are recomputed in blocks of this size
 # Elementwise operations run on chunks that fit into a CPU's L2 cache. For 4,096 tokens (hidden size 384, bf16, 4
@@ -107,7 +107,7 @@ class _Logprobs(torch.autograd.Function):
         logits = None
         for block in blocks:
             del logits  # else those of two blocks would need memory
-            logits = F.linear(hidden[block], weight)
+            logits = matmul(hidden[block], weight.mT)
             for rows in _chunks(logits, compiled):
                 chunk = normalize(logits[rows], labels[block][rows], softcap)
                 logprobs[block][rows], normalizers[block][rows] = chunk
@@ -151,13 +151,13 @@ def head_gradients(hidden, weight, kept, overwrite, needed):
     blocks = list(slices(len(hidden), KEPT_ELEMENTS // len(weight)))
     hidden_gradient, weight_gradient = torch.empty_like(hidden) if needed[0] else None, None
     for block in blocks:
-        logits = F.linear(hidden[block], weight) if kept is None else kept
+        logits = matmul(hidden[block], weight.mT) if kept is None else kept
         overwrite(block, logits)
         if hidden_gradient is not None:
-            torch.mm(logits, weight, out=hidden_gradient[block])
+            matmul(logits, weight, out=hidden_gradient[block])
         if not needed[1]:
             continue
-        product = logits.mT @ hidden[block]
+        product = matmul(logits.mT, hidden[block])
         if len(blocks) > 1:  # accumulated in the wider dtype
             product = product.to(torch.promote_types(product.dtype, torch.float32))
         weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)

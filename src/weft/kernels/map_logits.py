@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from weft.kernels.autocast import as_autocast
 from weft.kernels.cross_entropy import CHUNK_ELEMENTS, KEPT_ELEMENTS, Vocabulary, cap, head_gradients, slices
+from weft.kernels.linear import matmul
 
 # Logits per call of the function, on devices other than the CPU. The function can need several times their memory.
 FUNCTION_ELEMENTS = 1 << 25
@@ -48,7 +48,7 @@ class _MapLogits(torch.autograd.Function):
         result, size = None, len(weight) if vocabulary is None else vocabulary.size
         blocks = list(slices(len(hidden), KEPT_ELEMENTS // len(weight)))
         for block in blocks:
-            logits = F.linear(hidden[block], weight)
+            logits = matmul(hidden[block], weight.mT)
             for rows in _function_chunks(logits, size):
                 found = function(cap(_full(logits[rows], vocabulary), softcap), _within(block, rows))
                 if result is None:  # not a view: FSDP2 warns about views

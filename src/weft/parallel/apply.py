@@ -18,6 +18,7 @@ from weft.config.legal_mesh import check_tensor_parallel
 from weft.config.mesh import ParallelSection
 from weft.config.model import ModelSection
 from weft.config.transformers_model import TransformersModelSection
+from weft.kernels.linear import ONEDNN, linear
 from weft.models.adapter import is_adapter
 from weft.models.build import build_model
 from weft.models.decoder import Decoder
@@ -61,6 +62,7 @@ def transformations(plan: ModelPlan, world: World) -> list[Transformation]:
         multiply_in_fp8,
         fake_quantize,
         adapt,
+        multiply_with_onednn,
         use_frozen_dtype,
         shard_over_tp,
         check_quantized_groups,
@@ -202,6 +204,22 @@ def fake_quantize(model: nn.Module, state: ModelState) -> nn.Module:
     if state.plan.qat is not None:
         qat.fake_quantize(model, state.plan.qat, state)
     return model
+
+
+def multiply_with_onednn(model: nn.Module, state: ModelState) -> nn.Module:
+    """Makes linear layers compute with oneDNN in float32, on a CPU on which it is faster than MKL.
+
+    Assumes that all transformations that replace the forward of linear layers were applied; those layers stay.
+    """
+    if state.plan.dtype == torch.float32 and state.world.device.type == "cpu" and ONEDNN:
+        for module in model.modules():
+            if type(module) is nn.Linear and "forward" not in vars(module):
+                state.wrap(module, "oneDNN", lambda _, module=module: partial(_linear, module))
+    return model
+
+
+def _linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, module.weight, module.bias)
 
 
 def check_quantized_groups(model: nn.Module, state: ModelState) -> nn.Module:

@@ -30,7 +30,7 @@ from weft.torch_private import (
 
 _EXPENSIVE = ATTENTION | {
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::_scaled_mm",
-    "aten::_scaled_grouped_mm", "aten::convolution", "weft::grouped_linear",
+    "aten::_scaled_grouped_mm", "aten::convolution", "weft::grouped_linear", "weft::product",
     "_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor",
     "_c10d_functional::all_reduce", "_c10d_functional::all_to_all_single", "_c10d_functional::broadcast",
 }  # fmt: skip

@@ -198,7 +198,7 @@ def _cost(op: OpOverload, args: Any, kwargs: Any, out: Any, inputs: list[Tensor]
     name = op_name(op)
     if name.startswith(("aten::empty", "aten::new_empty")):
         return 0.0
-    if name == "weft::grouped_linear":
+    if name in ("weft::grouped_linear", "weft::product"):
         computed = 2 * outputs[0].numel() * inputs[0].shape[-1]
     elif name in ATTENTION:
         q, k, v = inputs[:3]  # `[batch, heads, seq, head_dim]`, flash-attn's `[..., seq, heads, head_dim]`
