@@ -47,8 +47,8 @@ fuzz: $(STAMP) ## read 5,000 mutated configs and 1,000 mutated stores and checkp
 test-generation: $(STAMP) ## run all tests of generation, also 1,000 random schedules of requests (ARGS="-k draft" for some of them)
 	@.venv/bin/python -m pytest -q -n 2 -m "matrix or not matrix" -o faulthandler_timeout=1200 tests/generation $(ARGS)
 
-chaos: $(STAMP) ## inject faults into real runs, and kill a run fifty times on each mesh (BENCH="--quick" and the like; WEFT_KILLS=0: at all file operations)
-	@.venv/bin/python -m pytest -q -n 2 -m chaos -o faulthandler_timeout=1200 tests/chaos tests/train $(ARGS)
+chaos: $(STAMP) ## inject faults into real runs, and kill a run fifty times on each mesh (BENCH="--quick" and the like); WEFT_KILLS=all: kill at every file operation (hours)
+	@.venv/bin/python -m pytest -q -n 2 -m chaos -o faulthandler_timeout=$(if $(filter all,$(WEFT_KILLS)),20000,1200) tests/chaos tests/train $(ARGS)
 	@.venv/bin/python benchmarks/chaos.py --out $(OUT) $(BENCH)
 
 # The clients' libraries have an environment of their own, without Weft. EXAMPLES: requests per operation of the fuzzer.

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kills import wanted
 
 HERE = Path(__file__).parent
 ALL = "async, local and remote"
@@ -70,7 +71,7 @@ def check(kills, mode: str, number: int) -> None:
 @pytest.mark.chaos
 @pytest.mark.parametrize("mode", modes(Path("/")))
 def test_a_kill_at_every_operation(kills, mode):
-    check(kills, mode, int(os.environ.get("WEFT_KILLS", "0")))
+    check(kills, mode, wanted())
 
 
 def test_kills_at_some_operations(kills):

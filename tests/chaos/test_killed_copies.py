@@ -1,19 +1,17 @@
 """A kill -9 at every operation on the folders of local checkpoints of two hosts, and the loss of either host."""
 
-import os
 import shutil
 from pathlib import Path
 
 import on_hosts
 import pytest
+from kills import spread, wanted
 from running import assert_same_weights, losses
 
 pytestmark = [pytest.mark.chaos, pytest.mark.xdist_group("ranks")]
 
 
 def test_a_kill_at_any_operation_and_a_lost_host_change_no_number(run_yaml, tmp_path, ranks):
-    """WEFT_KILLS: the number of kills, evenly spread; 0: at every operation."""
-    kills = int(os.environ.get("WEFT_KILLS", "24"))
     sections = {
         "training": {"steps": 5, "batch_tokens": 256, "micro_batch_size": 2},
         "schedule": {"warmup_steps": 0},
@@ -26,7 +24,7 @@ def test_a_kill_at_any_operation_and_a_lost_host_change_no_number(run_yaml, tmp_
     file = run_yaml("calm.yaml", run={"name": "calm"}, **sections)
     most = min(ranks.call(on_hosts.fit_killed_at, 2, file, disks, 0, 0))
     assert most > 50
-    numbers = [1 + (2 * turn + 1) * most // (2 * kills) for turn in range(kills)] if kills else range(1, most + 1)
+    numbers = spread(wanted(), most)
     file, local = run_yaml(**sections), 0
     for turn, number in enumerate(numbers):
         victim, lost = turn % 2, turn // 2 % 3  # 2: no host is lost

@@ -1,6 +1,7 @@
 """What ranks do that stand for hosts: each host has a disk of its own, which is a folder."""
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -28,6 +29,22 @@ def fit_killed_at(file: Path, disks: list[Path], victim: int, number: int) -> in
     sys.addaudithook(audit)
     fit(file, disks)
     return count
+
+
+def fit_on_full_disk(file: Path, disks: list[Path], victim: int) -> str:
+    """As `fit`, but the disk of the rank `victim` is full when it receives files; returns the error."""
+    from weft.checkpoint import hosts
+    from weft.errors import UserError
+
+    def full(path: Path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    if int(os.environ["RANK"]) == victim:
+        hosts.new_file = full
+    try:
+        return fit(file, disks)
+    except UserError as error:
+        return str(error)
 
 
 def fit(file: Path, disks: list[Path], overrides: tuple[str, ...] = (), dies_after: int | None = None) -> str:

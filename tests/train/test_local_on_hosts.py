@@ -81,3 +81,15 @@ def test_a_run_on_three_hosts_continues_from_what_survives(run_yaml, tmp_path, r
         assert not list(place.glob("disk-*/weft-*/*"))
     assert "step 5 is not used: 1 of its 7 files (shard-00002-model-00001-of-00001.safetensors) is lost" in said
     assert "or damaged on all hosts; the run resumes from step 4" in said
+
+
+@pytest.mark.chaos
+def test_a_full_disk_that_receives_copies_ends_all_ranks(run_yaml, tmp_path, ranks):
+    """The rank that sends waits for it, so it still receives what it cannot write."""
+    file = run_yaml(checkpoint={"every": 4, "local": LOCAL}, **SECTIONS)
+    disks = [tmp_path / f"disk-{number}" for number in range(3)]
+    told = ranks.call(on_hosts.fit_on_full_disk, 3, file, disks, 1)
+    assert len(told) == 3
+    for text in told:
+        assert "No space left on device; free space, set checkpoint.local.directory, or remove checkpoint.local" in text
+    assert not [path for disk in disks for path in disk.glob("weft-*/*/checkpoints/*")]
