@@ -191,6 +191,16 @@ def test_local_checkpoints_of_a_run_that_starts_over_are_not_found(train, run_ya
     assert Trainer(config, fresh=True).fit().step == 2
 
 
+def test_changes_are_refused_also_if_only_a_local_checkpoint_would_be_resumed(run_yaml, tmp_path, capsys):
+    overrides = [f"checkpoint.local={{steps: 1, directory: {tmp_path / 'fast'}}}"]
+    path = run_yaml(**SHORT)
+    forked.run(path, *overrides, program=KILLED)
+    assert not checkpoints(tmp_path / "runs" / "demo")
+    assert main(["train", str(path), *overrides, "optimizer.lr=0.1"]) == 2
+    assert "1 change of config or data since step 5 would alter the training (optimizer.lr)" in capsys.readouterr().err
+    assert main(["train", str(path), *overrides, "optimizer.lr=0.1", "--accept-changes"]) == 0
+
+
 def test_a_folder_that_others_can_write_is_refused(run_yaml, tmp_path):
     fast = tmp_path / "fast"
     (fast / f"weft-{os.getuid()}").mkdir(parents=True)

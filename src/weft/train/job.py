@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.checkpoint.checkpoint_files import Keep, step_of
 from weft.checkpoint.load import checkpoints
+from weft.checkpoint.local_record import recorded
 from weft.checkpoint.remote import RemoteRun, open_remote
 from weft.checkpoint.run_lock import unlock_run
 from weft.checkpoint.uploader import Uploader
@@ -17,6 +18,7 @@ from weft.config.trust import remember_code
 from weft.formatting import masked
 from weft.observe.console import Console
 from weft.observe.manifest import ended_at
+from weft.parallel.ranks import all_gather_object
 from weft.parallel.world import World
 from weft.processes import attempt
 from weft.train.auto_settings import agree_on_settings
@@ -66,9 +68,14 @@ class Job:
             UserError: there are such changes, and they are not accepted.
         """
 
+        def last_step() -> int:
+            local = recorded(self.run.path)
+            made = checkpoints(self.run.path) + (local.checkpoints() if local is not None else [])
+            return max((step_of(path) or 0 for path in made), default=0)
+
+        step = max(all_gather_object(self.world.agree(last_step)))  # hosts have different local checkpoints
+
         def compare() -> None:
-            made = checkpoints(self.run.path)
-            step = (step_of(made[-1]) or 0) if made else 0
             if step and not (steps is not None and step >= steps):  # else the run is new, or nothing is to be done
                 self.changes.update(self.run.changes(self.config, digests))
                 self.run.raise_unless_accepted(self.changes, step, accepted, self.console.warning)
