@@ -71,14 +71,22 @@ class Muon(torch.optim.AdamW):
         for parameter in group["params"]:
             if parameter.grad is not None:
                 by_shape[parameter.shape].append(parameter)
-        for shape, parameters in by_shape.items():
-            # Matrices of one shape are orthogonalized as one batch: fewer, larger matrix products.
-            # A stacked expert weight is one matrix per expert.
-            directions = torch.stack([full_matrix(self._momentum(p)) for p in parameters]).flatten(0, -3)
-            updates = orthogonalize(directions, self.ns_steps).mul_(max(1.0, shape[-2] / shape[-1]) ** 0.5)
-            for parameter, update in zip(parameters, updates.view(len(parameters), *shape), strict=True):
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(shard_like(update.to(parameter.dtype), parameter), alpha=-group["lr"])
+        for parameters in by_shape.values():
+            self._step_batch(
+                parameters, group
+            )  # a function, so that the matrices of one shape are freed before the next
+
+    def _step_batch(self, parameters: list[torch.Tensor], group: dict) -> None:
+        """Updates matrices of one shape, which are orthogonalized as one batch: fewer, larger matrix products.
+
+        A stacked expert weight is one matrix per expert.
+        """
+        shape = parameters[0].shape
+        directions = torch.stack([full_matrix(self._momentum(p)) for p in parameters]).flatten(0, -3)
+        updates = orthogonalize(directions, self.ns_steps).mul_(max(1.0, shape[-2] / shape[-1]) ** 0.5)
+        for parameter, update in zip(parameters, updates.view(len(parameters), *shape), strict=True):
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(shard_like(update.to(parameter.dtype), parameter), alpha=-group["lr"])
 
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]

@@ -105,9 +105,8 @@ def in_flight(schedule: Schedule, rank: int, ranks: int, virtual: int, count: in
     """
     parallel = ParallelSection(pp=ranks, pp_schedule=schedule, stages_per_rank=virtual)
     stages, actions = stages_of_rank(parallel, rank, ranks), rank_actions(parallel, rank, ranks, count)
-    split = any(action.kind == "W" for action in actions)
     live, found, begun = dict.fromkeys(stages, 0), dict[tuple[int, ...], None](), set[int]()
-    splits = {(one.stage, one.micro_batch) for one in actions if one.kind == "W"} if split else set()
+    splits = {(one.stage, one.micro_batch) for one in actions if one.kind == "W"}
     for action in actions:
         if action.kind == "F":
             live[action.stage] += 1
@@ -145,11 +144,15 @@ class _Ranks:
         self.count = -(-per_rank // micro)
         self.shares = Shares(model, micro, length, self.mesh, self.width, self.state, fused=training.compile)
         self.checkpointing, self.vocabulary = training.activation_checkpointing, model.vocab_size
+        self.on_device = self.parallel.offload != "parameters"
         self.states = STATES.get(config.optimizer.type, 2)
         self.accumulates = self.count > 1 and not self.parallel.reduces_every
         self.copies = 0.0 if self.single and self.width == self.state else float(self.width)
         self.residual = self.shares.tokens / self.mesh.tp * model.hidden_size * self.state
         self.rows = 1 if model.num_labels else max(1, self.vocabulary // self.mesh.tp)
+        self.copied = self.rows * model.hidden_size * (self.mesh.pp > 1 and model.tie_word_embeddings)
+        logits = self.shares.tokens * self.rows
+        self.kept_logits = logits * self.width * (1 + model.num_nextn_predict_layers) * (logits <= KEPT_LOGITS)
         self.masks = masks_bytes(self.shares) if self.cpu else 0.0
         self.stages = self._stages(length)
         self.worst, self._root, self._kept = cache(self._worst), cache(self._root_of), cache(self._kept_in)
@@ -173,13 +176,12 @@ class _Ranks:
 
     def _block(self, sizes: Sizes, layer: int) -> _Piece:
         kept = saved_tensors(sizes, layer)
-        saved = kept.everything
+        saved, transient = kept.everything, kept.transient
         if self._recomputes(layer):
             mode, _, number = self.checkpointing.partition("-")
             more = {"selective": kept.selective, "budget": float(number or 0) * kept.everything}
-            saved = kept.inputs + more.get(mode, 0.0)
-        numbers = self._numbers(block_work(self.shares, layer))
-        return _Piece(saved, max(saved, kept.everything), kept.transient, *numbers)
+            saved, transient = kept.inputs + more.get(mode, 0.0), transient + kept.freed * (mode == "selective")
+        return _Piece(saved, max(saved, kept.everything), transient, *self._numbers(block_work(self.shares, layer)))
 
     def _numbers(self, work: Work) -> tuple[float, float]:
         experts = self.mesh.fsdp // self.mesh.ep
@@ -207,14 +209,14 @@ class _Ranks:
         """Returns the bytes of parameters, which are also those of sharded gradients, and of the optimizer's state."""
         roots = sum(self._root(stage)[1] for stage in owned) * self.state
         blocks = sum(piece.local for stage in owned for piece in self.stages[stage]) * self.state
-        on_device = self.parallel.offload != "parameters"
         optimizer = (blocks * self.states + roots * 2) * (self.parallel.offload == "none")
-        return (blocks + roots) * on_device, optimizer
+        return (blocks + roots) * self.on_device, optimizer
 
     def _buffers(self, owned: list[int]) -> float:
-        """Returns the bytes into which stages receive, one buffer for each micro-batch and each neighbor."""
+        """Returns the bytes of one receive buffer for each micro-batch and neighbor, and of a copied tied embedding."""
         last = len(self.stages) - 1
-        return self.count * self.residual * sum((stage > 0) + (stage < last) for stage in owned)
+        received = self.count * self.residual * sum((stage > 0) + (stage < last) for stage in owned)
+        return received + self.copied / self.mesh.fsdp * self.state * (last in owned)
 
     def _moment(self, owned: list[int], live: list[int], place: int, first: bool) -> Memory:
         """Returns the memory at the peak of a backward pass, the `first` or a later one of the stage `owned[place]`.
@@ -277,6 +279,7 @@ class _Ranks:
         kept, last = sum(piece.saved for piece in self.stages[stage]), len(self.stages) - 1
         if stage == last:  # the final norm
             kept += self.residual * (2 if self.cpu else 1) + self.shares.tokens * self.model.hidden_size * self.width
+            kept += self.kept_logits
         return kept + self.masks + self.residual * (stage < last)  # sent to the next stage
 
     def _root_of(self, stage: int) -> tuple[float, float]:
@@ -285,7 +288,7 @@ class _Ranks:
         works = [embedding_work(self.shares, self.vocabulary)] if stage == 0 else []
         works += [head_work(self.shares, self.vocabulary)] if stage == last else []
         pairs = [self._numbers(work) for work in works]
-        copy = self.rows * self.model.hidden_size * (stage == last > 0 and self.model.tie_word_embeddings)
+        copy = self.copied * (stage == last)
         return sum(total for total, _ in pairs) + copy, sum(local for _, local in pairs)
 
     def _backward(self, stage: int, *, stays: bool, first: bool) -> Iterator[Memory]:
@@ -294,13 +297,13 @@ class _Ranks:
         groups = [blocks[at : at + unit] for at in range(0, len(blocks), unit)]
         sizes = [sum(piece.parameters for piece in group) for group in groups]
         root, root_local = self._root(stage)
-        on_device = self.parallel.offload != "parameters"
         reduces = self.mesh.pp == 1 and not (sums and first)
         reduced = 0.0 if self.mesh.fsdp == 1 else self.reduced
         head = self.rows * self.model.hidden_size
         begins, casts = self.reduced * (sums and first), self.width != self.reduced
         waiting = (sum(sizes) + root) * self.reduced * (sums and not first)  # unsharded sums of earlier micro-batches
-        saved, sharded, before, root_grads = self._kept(stage), 0.0, 0.0, 0.0
+        sharded, before, root_grads = 0.0, 0.0, 0.0
+        saved = self._kept(stage) - self.kept_logits * (stage == len(self.stages) - 1)
         gathered = (root + (sum(sizes) if stays else sizes[-1])) * self.copies
         if stage == len(self.stages) - 1:
             for logits, grads in self._head():
@@ -311,16 +314,16 @@ class _Ranks:
             group, size = groups[number], sizes[number]
             ahead = sum(sizes[max(0, number - max(1, self.parallel.prefetch)) : number])
             gathered = (root + (sum(sizes) if stays else size + ahead)) * self.copies
-            held, widest = (
-                waiting + sharded + root_grads,
-                max(group, key=lambda one: one.full - one.saved + one.transient),
-            )
+            held = waiting + sharded + root_grads
+            widest = max(group, key=lambda one: one.full - one.saved + one.transient)
             grads = size * self.width / 3 + widest.transient
             yield Memory(0, held + grads, 0, saved + widest.full - widest.saved, 0, gathered, before)
             saved -= sum(piece.saved for piece in group)
-            own = sum(piece.local for piece in group) * self.state * on_device
-            if reduces:
-                more = own + (0 if sums else size * self.width)
+            own = sum(piece.local for piece in group) * self.state * self.on_device
+            yield Memory(0, held + size * self.width, 0, saved + 2 * self.residual, 0, gathered, before)
+            gathered -= size * (not stays) * self.copies  # FSDP2 reshards a unit before it reduces the unit's gradients
+            if reduces:  # full gradients are freed before the shard is allocated
+                more = 0 if sums else max(own, size * self.width)
                 yield Memory(0, held + more, 0, saved + self.residual, 0, gathered, size * reduced)
                 waiting, sharded, before = waiting - size * self.reduced * sums, sharded + own, size * reduced
             else:
@@ -332,16 +335,16 @@ class _Ranks:
             held = waiting + sharded + root_grads + more
             yield Memory(0, held, 0, self.residual / 2, 0, root * self.copies + stayed, before)
         if reduces:
-            unsharded = root * (self.reduced if sums else self.width)
-            yield Memory(0, sharded + unsharded + root_local * self.state * on_device, 0, 0, 0, stayed, root * reduced)
+            own, full = root_local * self.state * self.on_device, root * (self.reduced if sums else self.width)
+            yield Memory(0, sharded + max(own, full), 0, 0, 0, stayed, root * reduced)
 
     def _head(self) -> Iterator[tuple[float, float]]:
         """Yields moments of the head's backward pass: bytes of logits, and of gradients of its weights."""
         tokens, hidden, wide = self.shares.tokens, self.model.hidden_size, max(4, self.width)
         weight, found = self.rows * hidden, tokens * hidden * self.width
         casts = (1 if wide == self.width else 2) + (3 if self.model.logit_softcap else 0)
-        kept = tokens * self.rows <= KEPT_LOGITS
+        kept = self.kept_logits > 0
         block = (tokens if kept else max(1, KEPT_LOGITS // self.rows)) * self.rows
-        logits = block * self.width * (1 + kept * self.model.num_nextn_predict_layers) + found
+        logits = (self.kept_logits or block * self.width) + found
         yield logits + min(block, self.chunk) * wide * casts, 0.0 if kept else weight * wide
         yield logits, weight * (self.width if kept else 2 * wide + (wide > self.width) * self.width)

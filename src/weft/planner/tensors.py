@@ -34,25 +34,28 @@ class Saved:
         everything: all tensors saved for backward, with `inputs`.
         selective: results of matrix products, attention and communication, which mode `selective` keeps.
         transient: gradients that exist at once within the backward pass, less what it has freed by then.
+        freed: what it has freed by then, unless mode `selective` keeps it to the end of the block's backward pass.
     """
 
     inputs: float
     everything: float
     selective: float
     transient: float
+    freed: float
 
 
 def saved_tensors(sizes: Sizes, layer: int) -> Saved:
     """Returns what a layer, counted from 0, saves for backward."""
     shares, model = sizes.shares, sizes.shares.model
     residual = shares.tokens / shares.mesh.tp * model.hidden_size * sizes.state
-    inner, kept, widest = _mlp(sizes, layer)
+    inner, kept, widest, freed = _mlp(sizes, layer)
     attention, kept_attention = _attention(sizes)
     if sizes.cpu and _has_mask(shares) and model.slides(layer):  # the mask in the compute dtype
         attention += masks_bytes(shares) * shares.width
     norms = 4 if model.norm_placement == "both" else 1 if model.use_parallel_residual else 2
     extra = 1 if sizes.cpu and model.norm == "rmsnorm" else 0
-    return Saved(residual, residual * norms * (1 + extra) + attention + inner, kept + kept_attention, widest)
+    everything = residual * norms * (1 + extra) + attention + inner
+    return Saved(residual, everything, kept + kept_attention, max(widest, _ring_gradients(sizes)), freed)
 
 
 def masks_bytes(shares: Shares) -> float:
@@ -64,6 +67,26 @@ def _has_mask(shares: Shares) -> bool:
     window = shares.model.sliding_window
     slides = any(map(shares.model.slides, range(shares.model.num_hidden_layers)))
     return slides and window is not None and window < shares.length
+
+
+def _exchanges_heads(sizes: Sizes) -> bool:
+    """Returns whether context parallel attention uses all-to-alls."""
+    model, mesh = sizes.shares.model, sizes.shares.mesh
+    counts = model.num_attention_heads, model.num_attention_heads if model.mla else model.kv_heads
+    return sizes.cp_method == "all_to_all" or (
+        sizes.cp_method == "auto" and can_exchange_heads(counts, mesh.tp, mesh.cp)
+    )
+
+
+def _ring_gradients(sizes: Sizes) -> float:
+    """Returns the bytes of gradients that exist at once in a step of ring attention's backward pass; 0 without it."""
+    shares, model = sizes.shares, sizes.shares.model
+    if shares.mesh.cp == 1 or sizes.cp_method != "ring":
+        return 0.0
+    (heads, groups), dim, width = shares.heads, max(model.qk_head_dim, model.v_head_dim), shares.width
+    # Sums in float32; gradients of the step, its inputs with repeated heads, and half of them for the causal halves.
+    queries, keys = 4 + 6.5 * width, 2 * (4 + 2 * width)
+    return shares.tokens * dim * (heads * queries + (heads if model.mla else groups) * keys)
 
 
 def _attention(sizes: Sizes) -> tuple[float, float]:
@@ -82,10 +105,9 @@ def _attention(sizes: Sizes) -> tuple[float, float]:
     if model.mla is not None:
         total += tokens * (model.mla.kv_lora_rank + (model.mla.q_lora_rank or 0)) * (width + 4)
     kept = held + out + statistics + _product_bytes(shares)
-    counts = model.num_attention_heads, model.num_attention_heads if model.mla else model.kv_heads
-    method = sizes.cp_method
-    exchanges = method == "all_to_all" or (method == "auto" and can_exchange_heads(counts, shares.mesh.tp, cp))
-    if cp > 1 and not exchanges and method != "ring":
+    if cp > 1 and _exchanges_heads(sizes):
+        kept += held + out  # before the all-to-all, and after it
+    elif cp > 1 and sizes.cp_method != "ring":
         more = tokens * keys * width * (cp - 1)  # all keys and values
         total, kept = total + more, kept + more
     return total, kept
@@ -97,21 +119,21 @@ def _product_bytes(shares: Shares) -> float:
     return size if shares.mesh.tp == 1 else size * (2 + 1 / shares.mesh.tp)
 
 
-def _mlp(sizes: Sizes, layer: int) -> tuple[float, float, float]:
-    """Returns the bytes that an MLP or experts save, those that mode `selective` keeps, and those of gradients."""
+def _mlp(sizes: Sizes, layer: int) -> tuple[float, float, float, float]:
+    """Returns the bytes that an MLP or experts save, those that mode `selective` keeps, `transient` and `freed`."""
     shares, model = sizes.shares, sizes.shares.model
     tokens, width, mesh = shares.tokens, shares.width, shares.mesh
     if model.moe is None or not model.has_experts(layer):
         inner, into = max(1, model.inner_width // mesh.tp) * tokens * width, 2 if model.mlp == "gated" else 1
         normed = tokens * model.hidden_size * width
-        return normed + 2 * into * inner, into * inner + _product_bytes(shares), into * inner
+        return normed + 2 * into * inner, into * inner + _product_bytes(shares), into * inner, inner
     moe = model.moe
     rows, each = tokens * moe.num_experts_per_tok, max(1, (moe.moe_intermediate_size or model.inner_width) // mesh.tp)
     inner, wide = each * rows * width, rows * model.hidden_size * width
-    router = tokens / mesh.tp * (model.hidden_size * 4 + moe.num_experts * 8)
+    router = tokens * (model.hidden_size * 4 + moe.num_experts * 8)
     total = router + 2 * wide + 4 * inner + 16 * rows
     kept = 2 * inner + (3 if mesh.ep > 1 else 2) * wide
     if moe.n_shared_experts:
         total += tokens * (model.hidden_size + 4 * each * moe.n_shared_experts) * width
         kept += tokens * 2 * each * moe.n_shared_experts * width
-    return total, kept, 2 * inner
+    return total, kept, 2 * inner, inner
