@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir")  # Python's audit events
@@ -45,6 +46,28 @@ def fit_on_full_disk(file: Path, disks: list[Path], victim: int) -> str:
         return fit(file, disks)
     except UserError as error:
         return str(error)
+
+
+def fit_until_deadline(file: Path, disks: list[Path], seconds: int) -> str:
+    """As `fit`, but the run is told to stop after step 3, within `seconds`, and the run directory's disk is stuck."""
+    from weft.checkpoint.save import StagedSave
+    from weft.train.loop import Loop
+
+    write, after = StagedSave.write, Loop.after_update
+
+    def stuck(self, *rest, **options):
+        if self.hosts is None:
+            time.sleep(60)
+        return write(self, *rest, **options)
+
+    def asked(self, step):
+        after(self, step)
+        if step == 3 and self.world.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    os.environ["WEFT_STOP_WITHIN"] = str(seconds)
+    StagedSave.write, Loop.after_update = stuck, asked
+    return fit(file, disks)
 
 
 def fit(file: Path, disks: list[Path], overrides: tuple[str, ...] = (), dies_after: int | None = None) -> str:

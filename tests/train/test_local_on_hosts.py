@@ -93,3 +93,21 @@ def test_a_full_disk_that_receives_copies_ends_all_ranks(run_yaml, tmp_path, ran
     for text in told:
         assert "No space left on device; free space, set checkpoint.local.directory, or remove checkpoint.local" in text
     assert not [path for disk in disks for path in disk.glob("weft-*/*/checkpoints/*")]
+
+
+@pytest.mark.chaos
+def test_a_deadline_on_several_hosts_saves_locally_first(run_yaml, tmp_path, ranks):
+    """The run directory's disk is stuck, so the last step is in the hosts' memory only; then a host is lost."""
+    calm = tmp_path / "runs" / "calm"
+    ranks.run(run_yaml("calm.yaml", run={"name": "calm"}, checkpoint={"every": 6}, **SECTIONS), 3)
+    file = run_yaml(checkpoint={"every": 6, "local": {"directory": "$NODE_DISK"}}, **SECTIONS)
+    disks = [tmp_path / f"disk-{number}" for number in range(3)]
+    with pytest.raises(AssertionError, match="died with exit code"):
+        ranks.call(on_hosts.fit_until_deadline, 3, file, disks, 8)
+    assert [shards(disk, 3) for disk in disks] == [{0, 2}, {1, 0}, {2, 1}]
+    shutil.rmtree(disks[1])
+    said = " ".join(ranks.call(on_hosts.fit, 3, file, disks)[0].split())
+    assert "resuming from the local checkpoint" in said
+    assert "resumes after step 3" in said
+    assert losses(tmp_path / "runs" / "demo") == losses(calm)
+    assert_same_weights(tmp_path / "runs" / "demo", calm)
