@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from weft.kernels import compiler
 from weft.kernels.autocast import as_autocast
 from weft.kernels.linear import matmul
 
@@ -198,7 +199,7 @@ def _differentiate(logits, labels, normalizers, softmax_gradient, label_gradient
 @cache
 def _compiled(function):
     # Dynamic shapes from the start: the last block of a batch is shorter and would cause a recompilation.
-    return torch.compile(function, dynamic=True)
+    return compiler.compiled(function, dynamic=True)
 
 
 def _chunks(logits: torch.Tensor, compiled: bool):

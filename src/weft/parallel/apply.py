@@ -18,6 +18,7 @@ from weft.config.legal_mesh import check_tensor_parallel
 from weft.config.mesh import ParallelSection
 from weft.config.model import ModelSection
 from weft.config.transformers_model import TransformersModelSection
+from weft.kernels.compiler import compiled
 from weft.kernels.linear import ONEDNN, linear
 from weft.models.adapter import is_adapter
 from weft.models.build import build_model
@@ -263,7 +264,7 @@ def compile_blocks(model: nn.Module, state: ModelState) -> nn.Module:
     """
     for block in repeated_blocks(model):
         options = compiler_options(block, state.world.device)
-        state.wrap(block, "torch.compile", partial(torch.compile, options=options))
+        state.wrap(block, "torch.compile", partial(compiled, options=options))
     if (token_logprobs := getattr(model, "token_logprobs", None)) is not None:
         state.fill(model, "token_logprobs", "torch.compile", partial(token_logprobs, compiled=True))
     return model

@@ -1,0 +1,105 @@
+"""Compiles graphs with Inductor, and keeps the code in a folder of the user, for later runs and all ranks of a host."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.files import cache_folder, locked, partial_path
+from weft.kernels.torch_private import compile_graph, default_folder, forget_compiled_code
+
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the environment variable in which Inductor finds the folder of its cache
+log = logging.getLogger("weft")
+_EMPTIED: set[Path] = set()
+
+
+def compiled(function: Callable, *, dynamic: bool | None = None, options: dict[str, Any] | None = None) -> Callable:
+    """Returns `torch.compile(function)`, which keeps its code in the user's cache.
+
+    Args:
+        dynamic: as in `torch.compile`.
+        options: Inductor's options.
+    """
+    use_user_cache()
+    return torch.compile(function, dynamic=dynamic, options=options or None, backend=compile_once)
+
+
+def use_user_cache() -> None:
+    """Makes Inductor keep compiled code in the user's cache folder, unless TORCHINDUCTOR_CACHE_DIR is set.
+
+    Inductor's default is a folder for temporary files, which does not outlive a restart of the machine. The folder is
+    another one for each version of PyTorch and each kind of processor, because hosts can share a home directory. If it
+    cannot be written, Inductor's default stays.
+    """
+    if os.environ.get(FOLDER, default_folder()) != default_folder():  # importing torch._dynamo sets it to the default
+        return
+    with suppress(OSError, RuntimeError):  # RuntimeError: there is no home directory
+        folder = cache_folder() / "compiled" / f"torch-{torch.__version__}-{_processor()}"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK):
+            os.environ[FOLDER] = str(folder)
+
+
+@cache
+def _processor() -> str:
+    """Returns a digest of the processor's instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features = "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
+    except OSError:
+        features = platform.processor()
+    return hashlib.sha256(f"{platform.machine()} {features}".encode()).hexdigest()[:12]
+
+
+def compile_once(graph: torch.fx.GraphModule, inputs: list[Any], *, options: dict[str, Any] | None = None) -> Any:
+    """Compiles a graph, as a backend of `torch.compile`. Of the processes of a host, one compiles, the others wait.
+
+    No collective runs while a process compiles, so no process waits for one that waits for it. If compiling fails, code
+    in the cache may be damaged: the cache is emptied, and the graph compiled again.
+    """
+    folder = Path(os.environ[FOLDER]) if FOLDER in os.environ else None
+    with ExitStack() as lock:
+        if folder is not None:
+            with suppress(OSError):
+                (folder / "weft").mkdir(parents=True, exist_ok=True)
+                lock.enter_context(locked(folder / "weft" / f"{_digest(graph, inputs)}.lock"))
+        try:
+            return compile_graph(graph, inputs, options or {})
+        except Exception as error:
+            if folder is None or not _empty(folder):
+                raise
+            first = str(error).strip().splitlines() or [type(error).__name__]
+            log.warning("compiling failed, and starts again with an empty cache in %s: %s", folder, first[0])
+        forget_compiled_code()
+        return compile_graph(graph, inputs, options or {})
+
+
+def _digest(graph: torch.fx.GraphModule, inputs: list[Any]) -> str:
+    """Returns a digest of a graph and of the shapes of its inputs, equal in all processes."""
+    shapes = [str((x.shape, x.stride(), x.dtype, x.device.type) if torch.is_tensor(x) else x) for x in inputs]
+    return hashlib.sha256(f"{graph.code} {shapes}".encode()).hexdigest()[:20]
+
+
+def _empty(folder: Path) -> bool:
+    """Empties a cache folder, once per process. Returns False if that was done before, or is not possible."""
+    if folder in _EMPTIED:
+        return False
+    _EMPTIED.add(folder)
+    old = partial_path(folder, f"damaged-{os.getpid()}")
+    try:
+        os.replace(folder, old)  # a new folder: others that compile into the old one fail, and start again, too
+        folder.mkdir(mode=0o700)
+    except OSError:
+        return False
+    shutil.rmtree(old, ignore_errors=True)
+    return True

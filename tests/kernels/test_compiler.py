@@ -1,0 +1,74 @@
+"""The folder in which compiled code is kept."""
+
+import os
+import subprocess
+import sys
+
+import torch
+
+from weft.kernels import compiler
+from weft.kernels.compiler import use_user_cache
+
+
+def test_the_folder_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
+    monkeypatch.setenv(compiler.FOLDER, str(tmp_path / "given"))
+    use_user_cache()
+    assert os.environ[compiler.FOLDER] == str(tmp_path / "given")
+    monkeypatch.delenv(compiler.FOLDER)
+    use_user_cache()
+    (folder,) = (tmp_path / "compiled").iterdir()
+    assert os.environ[compiler.FOLDER] == str(folder)
+    assert folder.name.startswith(f"torch-{torch.__version__}-")
+    assert folder.stat().st_mode & 0o77 == 0  # others cannot put code there
+
+
+def test_without_a_folder_that_can_be_written_pytorchs_own_stays(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "file"))
+    monkeypatch.delenv(compiler.FOLDER, raising=False)
+    use_user_cache()
+    assert compiler.FOLDER not in os.environ
+
+
+def test_a_folder_that_pytorch_itself_set_is_none_that_the_user_chose(monkeypatch, tmp_path):
+    monkeypatch.delenv(compiler.FOLDER, raising=False)
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
+    program = f"import torch._dynamo, os; from weft.kernels.compiler import use_user_cache as use; use(); {SHOW}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.startswith(str(tmp_path)), done.stderr
+
+
+SHOW = f"print(os.environ[{compiler.FOLDER!r}])"
+PROGRAM = """
+import torch
+from weft.kernels.compiler import compiled
+
+x = torch.linspace(-1, 1, 50, requires_grad=True)
+(found,) = torch.autograd.grad(compiled(lambda x: (x.sin() + x).exp())(x).sum(), x)
+torch.testing.assert_close(found, (x.sin() + x).exp() * (x.cos() + 1))
+print(sorted(name for name in torch._dynamo.utils.counters["inductor"] if "cache" in name))
+"""
+
+
+def test_one_process_compiles_and_damaged_code_is_compiled_again(tmp_path):
+    """Damaged: files that a killed compiler wrote in part."""
+
+    def run(processes: int) -> list[tuple[str, str]]:
+        environment = {**os.environ, compiler.FOLDER: str(tmp_path)}
+        options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started = [subprocess.Popen([sys.executable, "-c", PROGRAM], **options) for _ in range(processes)]
+        found = [process.communicate() for process in started]
+        assert [process.returncode for process in started] == [0] * processes, found
+        return found
+
+    at_once = run(2)
+    assert sorted(out.strip() for out, _ in at_once) == ["['fxgraph_cache_hit']", "['fxgraph_cache_miss']"]
+    assert not any("empty cache" in errors for _, errors in at_once)
+    libraries = list(tmp_path.rglob("*.so"))
+    assert libraries
+    for library in libraries:
+        library.write_bytes(library.read_bytes()[:100])
+    ((_, errors),) = run(1)
+    assert f"compiling failed, and starts again with an empty cache in {tmp_path}: " in errors
+    assert all(library.stat().st_size > 100 for library in tmp_path.rglob("*.so"))
