@@ -152,6 +152,15 @@ def test_import_returns_the_model_and_its_tokenizer(tmp_path, tiny_tokenizer, ki
         assert ours.config.rope_scaling.rope_type == "llama3"
 
 
+@pytest.mark.parametrize(("type", "dtype"), [("f16", torch.float16), ("q8_0", torch.bfloat16)])
+def test_imported_weights_have_one_dtype_and_generate(tmp_path, tiny_tokenizer, type, dtype):
+    model = theirs("gpt2")  # its vectors and positions are float32 in every file
+    weft.export_model(saved(tmp_path / "hf", model, tiny_tokenizer), tmp_path / "model.gguf", "gguf", type=type)
+    weft.import_model(tmp_path / "model.gguf", tmp_path / "again")
+    assert {one.dtype for one in weft.load_model(tmp_path / "again").parameters()} == {dtype}
+    assert isinstance(weft.generate(tmp_path / "again", "Kalo", max_new_tokens=3, temperature=0), str)
+
+
 def test_every_architecture_has_the_names_of_the_gguf_library():
     """Names of tensors and keys are in the library's own tables, and the metadata describe an equal section."""
     assert sorted(ARCHITECTURES) == FAMILIES.removesuffix(".").split(", ")

@@ -51,7 +51,7 @@ def import_gguf(
     """Converts a GGUF file to a checkpoint. Quantized tensors are dequantized.
 
     Args:
-        dtype: dtype of the weights. Default: the dtypes in the file, and bfloat16 for quantized tensors.
+        dtype: dtype of the weights. Default: the dtype of the matrices in the file; bfloat16 if any is quantized.
 
     Returns:
         The model's section, its tensors, and the number of files.
@@ -102,7 +102,7 @@ def _convert(
         raise UserError("the tensor token_embd.weight is missing; download the file again")
     factors = {name: _values(stored[name]) for name in _FACTORS if name in stored}
     section = _section(metadata, stored, factors)
-    entries = _entries(section, ARCHITECTURES[section.family], stored, dtype)
+    entries = _entries(section, ARCHITECTURES[section.family], stored, dtype or _main_dtype(stored))
     quantized = sum(one.tensor_type.name not in _DTYPES for one in stored.values())
     warnings = []
     if quantized and dtype is None:
@@ -117,6 +117,13 @@ def _convert(
         warnings = [f"{source}: {warning}" for warning in warnings]
         number = write_checkpoint(out, entries, contents, folder, warnings, "importing", console)
     return section, entries, number
+
+
+def _main_dtype(stored: Mapping[str, Any]) -> torch.dtype:
+    """Returns the dtype of the matrices: GGUF stores vectors and some matrices as float32 beside any other type."""
+    saved = {_DTYPES.get(one.tensor_type.name, torch.bfloat16) for one in stored.values() if len(one.shape) > 1}
+    narrow = saved - {torch.float32}
+    return next(iter(narrow)) if len(narrow) == 1 else torch.bfloat16 if narrow else torch.float32
 
 
 def _section(
@@ -141,7 +148,7 @@ def _section(
 
 
 def _entries(
-    section: ModelSection, kind: Architecture, stored: Mapping[str, Any], dtype: torch.dtype | None
+    section: ModelSection, kind: Architecture, stored: Mapping[str, Any], dtype: torch.dtype
 ) -> list[Entry]:
     """Returns the tensors of Weft's model, which are read from the file when they are written.
 
