@@ -91,6 +91,10 @@ def test_what_has_no_average_is_refused(tmp_path, capsys, tiny_tokenizer):
     assert "0.0 is not a positive number" in refused(capsys, tmp_path, one, other, "--weights", 1, 0)
     assert "for the checkpoints of one run, but 2" in refused(capsys, tmp_path, one, other, "--last", 2)
     assert "--last 2: the run has 0 checkpoints" in refused(capsys, tmp_path, one, "--last", 2)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    folder(run / "checkpoints" / "step-00000001", model(1))
+    assert "the run has 1 checkpoint; use" in refused(capsys, tmp_path, run, "--last", 2)
     assert "no averages of the callback ema" in refused(capsys, tmp_path, one, "--ema")
     theta = folder(tmp_path / "theta", model(2, rms_norm_eps=0.5))
     assert f"{theta}: model.rms_norm_eps is 0.5, but 1e-06" in refused(capsys, tmp_path, one, theta)

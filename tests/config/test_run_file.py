@@ -87,7 +87,7 @@ def test_every_problem_is_told_in_one_pass_in_order_of_lines():
         "run.yaml:11: schedule.type: unknown schedule 'cosin'; did you mean 'cosine'?",
         "run.yaml:12: training.dtype: must be one of auto, float64, float32, bfloat16, float16, not 'bf16'; did",
         "run.yaml:12: training.grad_clip: must be more than 0, not -1",
-        "run.yaml:12: training.steps: steps and tokens each set the length of the run; keep one",
+        "run.yaml:12: training.steps: steps and tokens each set the length of the run; keep one of these keys, and set",
         "run.yaml:13: lerning_rate: unknown key",
         "run.yaml:14: validation: ... remove the key to use the defaults",
         "run.yaml:15: log.every: must be an integer, not 1.5",

@@ -10,6 +10,7 @@ from running import metrics, train
 from weft.cli.main import main
 from weft.data.conversations.template import ChatTemplate, find_template
 from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.errors import UserError
 from weft.train.rollouts.conversation import ConversationFormat
 from weft.train.rollouts.draft import Draft
 from weft.train.rollouts.prompts import RolloutPrompt
@@ -110,6 +111,10 @@ def test_what_calls_no_tool_or_has_no_room_ends(conversation, tools):
         assert not draft.active
         assert draft.completion().truncated == (text == CALL)
         assert len(draft.ids) <= length
+    text = Draft(RolloutPrompt([5, 6], "ka 2 + 3?", {}, "p.jsonl:1"), 0, 1024, 128)  # has not shown the tools
+    add(text, conversation, tools, CALL)
+    assert not text.active
+    assert text.completion().messages == []
     assert find_call("<tool_call>{broken</tool_call>") is None
     assert find_call('{"name": 3}') is None
     assert find_call("[" * 100_000) is None
@@ -135,6 +140,17 @@ def test_schemas_describe_the_functions(tools):
             "required": ["a", "b"],
         },
     }
+
+
+def test_functions_whose_arguments_are_not_known_are_refused(tmp_path):
+    code = "from __future__ import annotations\nclass Add:\n    def __call__(self, a: int): return a\nadd = Add()\n"
+    (tmp_path / "odd_tools.py").write_text(code + "def late(a: Decimal): return a\n")
+    (schema,) = Tools(["odd_tools:add"], 5.0).schemas
+    assert schema["function"]["parameters"]["properties"] == {"a": {"type": "integer"}}
+    with pytest.raises(UserError, match=r"odd_tools.py:5: tools odd_tools:late has type hints .* 'Decimal' is not def"):
+        Tools(["odd_tools:late"], 5.0)
+    with pytest.raises(UserError, match="does not know the arguments of 'builtins:min'; name a Python function"):
+        Tools(["builtins:min"], 5.0)
 
 
 def test_a_run_with_tools_trains_on_messages(chat_tokenizer, run_yaml, tmp_path, capsys):

@@ -22,6 +22,7 @@ from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.checkpoint.weights import SavedTensor, checkpoint_tensors, open_weights
 from weft.errors import UserError
 from weft.files import refuse_existing
+from weft.formatting import counted
 from weft.headers import read_tokenizer_header
 from weft.models.huggingface_weights import NOT_ARCHITECTURE, saved_dtype
 from weft.observe.console import Console
@@ -108,8 +109,8 @@ def _last_checkpoints(sources: Sequence[str | Path], last: int) -> list[Path]:
     found = checkpoints(sources[0])
     if not 0 < last <= len(found):
         raise UserError(
-            f"--last {last}: the run has {len(found)} checkpoints; use a smaller positive number (a run keeps as many "
-            "as its key checkpoint.keep_last says)",
+            f"--last {last}: the run has {counted(len(found), 'checkpoint')}; use a smaller positive number "
+            "(checkpoint.keep_last sets how many checkpoints a run keeps)",
             sources[0],
         )
     return found[-last:]

@@ -237,7 +237,8 @@ def _loader(args: argparse.Namespace, kind: type[Loader]) -> Loader:
 
     for option, given in (("--adapter", args.adapter), ("--draft", args.draft)):
         if given and len(args.sources) > 1:
-            raise UserError(f"{option}: several models are served, to which it cannot belong all; serve one model")
+            remedy = ", or load the adapter by a request (--adapter-folder)" if option == "--adapter" else ""
+            raise UserError(f"{option}: several models are served, and it can belong to only one; serve one{remedy}")
     adapters = {}
     for text in args.adapter:
         name, equals, folder = text.partition("=")

@@ -98,7 +98,8 @@ def _check_run_length(draft: Draft) -> None:
     given = [name for name in LENGTHS if draft.get(name) is not None]
     if len(given) > 1:
         names = " and ".join(name.removeprefix("training.") for name in given)
-        draft.report(given[0], f"{names} each set the length of the run; keep one of these keys")
+        what = f"{names} each set the length of the run"
+        draft.report(given[0], f"{what}; keep one of these keys, and set an inherited one to null")
 
 
 def _check_lists(draft: Draft) -> None:

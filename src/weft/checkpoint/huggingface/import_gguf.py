@@ -147,9 +147,7 @@ def _section(
     raise UserError(f"the metadata describe no valid model ({what}); download the file again")
 
 
-def _entries(
-    section: ModelSection, kind: Architecture, stored: Mapping[str, Any], dtype: torch.dtype
-) -> list[Entry]:
+def _entries(section: ModelSection, kind: Architecture, stored: Mapping[str, Any], dtype: torch.dtype) -> list[Entry]:
     """Returns the tensors of Weft's model, which are read from the file when they are written.
 
     Raises:

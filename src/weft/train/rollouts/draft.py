@@ -59,10 +59,12 @@ class Draft:
     def call_tool(self, answer: Sequence[int], tools: Tools, conversation: ConversationFormat) -> None:
         """If the last answer calls a tool, appends the result of the tool, after which the model writes an answer.
 
+        A prompt of text has not shown the tools to the model, so that its answers call none.
+
         Args:
             answer: token ids of the last answer.
         """
-        call = None if self._truncated else find_call(conversation.text(answer))
+        call = None if self._truncated or not self._messages else find_call(conversation.text(answer))
         if call is None:
             return
         result = tools.call(*call)

@@ -64,8 +64,19 @@ def find_call(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def schema(function: UserFunction) -> dict[str, Any]:
-    """Returns the JSON schema of a function, in the form that chat templates expect."""
-    hints = get_type_hints(function.function)
+    """Returns the JSON schema of a function, in the form that chat templates expect.
+
+    Raises:
+        UserError: the type hints of the function cannot be read.
+    """
+    called = function.function
+    if not (inspect.isroutine(called) or inspect.isclass(called)):
+        called = type(called).__call__
+    try:
+        hints = get_type_hints(called)
+    except Exception as error:  # hints are expressions of the user's module
+        what = f"has type hints that cannot be read ({describe_exception(error)})"
+        raise function.error(f"{what}; import the types when the module is imported, or remove the hints") from None
     properties = {
         name: {"type": TYPES.get(get_origin(hints.get(name)) or hints.get(name, str), "string")}
         for name in function.parameters

@@ -44,7 +44,11 @@ class UserFunction:
         if not callable(self.function):
             what = f"{reference!r} is a {type(self.function).__name__}, not a function"
             raise UserError(f"objective.{kind}: {what}; name a function")
-        found = inspect.signature(self.function).parameters
+        try:
+            found = inspect.signature(self.function).parameters
+        except (TypeError, ValueError):
+            what = f"Python does not know the arguments of {reference!r}"
+            raise UserError(f"objective.{kind}: {what}; name a Python function that calls it") from None
         plain = [one for one in found.values() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
         self.parameters = [one.name for one in plain]
         self.required = [one.name for one in plain if one.default is one.empty]
