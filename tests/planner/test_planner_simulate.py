@@ -40,7 +40,10 @@ def run(tmp_path):
     return load
 
 
-@pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"dp_replicate": 2}, {"cp": 2}], ids=lambda mesh: json.dumps(mesh))
+MESHES = ({}, {"tp": 2}, {"dp_replicate": 2}, {"cp": 2}, {"dp_replicate": 8, "dp_shard": 1})
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: json.dumps(mesh))
 def test_the_formulas_say_what_the_real_code_needs(run, mesh):
     config = run(mesh)
     (found,), (planned,) = simulate(config, 8), memory_of(config, 8, cpu=True)
@@ -59,6 +62,13 @@ def test_the_first_rank_of_a_pipeline_and_the_one_that_needs_most_are_simulated(
     assert sum(one.memory.parameters for one in found) * 4 == pytest.approx(4 * PARAMETERS, rel=1e-3)
     for one in found:
         assert planned[one.rank // 4].total == pytest.approx(one.memory.total, rel=0.05)
+
+
+def test_each_pipeline_rank_with_gpipe_keeps_the_logits_of_all_micro_batches(run):
+    config = run({"pp": 2, "pp_schedule": "gpipe"}, "training.activation_checkpointing=full")
+    planned, (_, last) = memory_of(config, 8, cpu=True), simulate(config, 8)
+    assert last.memory.logits > 2 * 2 * 2 * 2048 * 32_000  # of two micro-batches, two sequences and two bytes
+    assert planned[1].total == pytest.approx(last.memory.total, rel=0.05)
 
 
 def test_recomputation_needs_less(run):

@@ -145,6 +145,7 @@ class _Ranks:
         self.shares = Shares(model, micro, length, self.mesh, self.width, self.state, fused=training.compile)
         self.checkpointing, self.vocabulary = training.activation_checkpointing, model.vocab_size
         self.on_device = self.parallel.offload != "parameters"
+        self.stays = not self.parallel.reshards or (self.mesh.fsdp == 1 and self.on_device)  # full, after forward
         self.states = STATES.get(config.optimizer.type, 2)
         self.accumulates = self.count > 1 and not self.parallel.reduces_every
         self.copies = 0.0 if self.single and self.width == self.state else float(self.width)
@@ -231,12 +232,11 @@ class _Ranks:
         rest = [stage for at, stage in enumerate(owned) if at != place]
         others = sum(piece.parameters for stage in rest for piece in self.stages[stage])
         other_roots = sum(self._root(stage)[0] for stage in rest)
-        stays = self.single or not self.parallel.reshards
         sums = (others + other_roots) * self.reduced * self.accumulates
-        moment = self.worst(owned[place], stays, first)
+        moment = self.worst(owned[place], self.stays, first)
         return Memory(
             parameters, moment.gradients + sums, optimizer, moment.activations + kept,
-            moment.logits, moment.gathered + (others * stays + other_roots) * self.copies, moment.buffers,
+            moment.logits, moment.gathered + (others * self.stays + other_roots) * self.copies, moment.buffers,
         )  # fmt: skip
 
     def _worst(self, stage: int, stays: bool, first: bool) -> Memory:
@@ -245,7 +245,7 @@ class _Ranks:
     def _update(self, owned: list[int]) -> Iterator[Memory]:
         """Yields the first gather of a micro-batch, the reduction after a pipeline's passes, and the update."""
         parameters, optimizer = self._state(owned)
-        received, stays = self._buffers(owned), self.single or not self.parallel.reshards
+        received = self._buffers(owned)
         roots = [self._root(stage) for stage in owned]
         units = [piece.parameters for stage in owned for piece in self.stages[stage]]
         everything = sum(units) + sum(root[0] for root in roots)
@@ -255,7 +255,7 @@ class _Ranks:
             yield Memory(parameters, waiting * (self.mesh.pp == 1), optimizer, received, gathered=gathered)
         if self.mesh.pp > 1:
             size, local = max((*roots, (max(units), max(units) / self.mesh.fsdp)))
-            gathered = (everything - size - sum(units) * (not stays)) * self.copies
+            gathered = (everything - size - sum(units) * (not self.stays)) * self.copies
             buffer = size * self.reduced * (self.mesh.fsdp > 1)
             yield Memory(parameters, waiting + local * self.state, optimizer, received, 0, gathered, buffer)
         if self.states == 1 and self.parallel.offload == "none":
