@@ -481,9 +481,10 @@ def kill_often(run: Path) -> None:
 
 
 def test_kill_at_any_instant(tmp_path):
-    ran = subprocess.run(
-        [sys.executable, __file__, str(tmp_path / "run")], capture_output=True, text=True, timeout=120, check=False
-    )
+    command = [sys.executable, __file__, str(tmp_path / "run")]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])  # tests/, as in pytest
+    environment = os.environ | {"PYTHONPATH": path}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
     seen = json.loads(ran.stdout)
     assert seen["leftovers"] >= 3  # the kills did come in the middle
