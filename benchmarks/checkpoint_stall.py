@@ -1,6 +1,6 @@
 """Seconds that a training waits for a checkpoint: Weft's sync and async saves, DCP's, Accelerate's and torch.save.
 
-    .venv/bin/python benchmarks/checkpoint_stall.py [--shape 14m] [--saves 2] [--rounds 2] [--directory DIR] [--quick]
+    .venv/bin/python benchmarks/checkpoint_stall.py [--shape 14m] [--saves 4] [--rounds 2] [--directory DIR] [--quick]
 
 One process trains a Llama with AdamW in float32, and saves weights and optimizer state. A stall is the time that the
 training's thread spends on a save: the call, and for Weft's async saves also the wait before the next update. Blocks of
@@ -47,8 +47,8 @@ NOTES = """\
   copies weights and optimizer state beside the next step; its stall contains the wait for the copy before the update.
 - CPU of the stall: of the training's thread. CPU of a save: of all threads; CPU seconds of steps with
   saves, less those of steps without. Other programs on the machine disturb these less than times.
-- Whole run: a block of steps with one save, with the wait until the save is complete, beside the same steps without a
-  save, in turns: median and range of the ratios of neighbours.
+- Whole run: a block of steps with one save, with the wait until the save is complete, less the same steps without a
+  save, in turns, as a share of the time between two saves: median and range of neighbours.
 - Waiting threads sleep soon (GOMP_SPINCOUNT), and large tensors are in huge pages, as `weft train` sets it.
 - Load: the last checkpoint into the model and the optimizer, in the same process. The kernel is asked to forget the
   files before, also before the disk's own read. Weft verifies every byte.
@@ -78,7 +78,7 @@ def trained(asked: dict):
 
 
 def saver(way: str, model, optimizer, folder: Path):
-    """Functions that save as a step, and that wait for the save in progress."""
+    """Functions that save as a step, that wait for the save in progress, and that an update needs first."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -96,7 +96,7 @@ def saver(way: str, model, optimizer, folder: Path):
 
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(model, optimizer)
-        return lambda step: accelerator.save_state(str(folder / str(step))), wait
+        return lambda step: accelerator.save_state(str(folder / str(step))), wait, nothing
 
     def save_other(step: int) -> None:
         wait()
@@ -110,7 +110,7 @@ def saver(way: str, model, optimizer, folder: Path):
         else:
             pending.append(dcp.async_save(both, checkpoint_id=folder / str(step)))
 
-    return save_other, wait
+    return save_other, wait, nothing
 
 
 def weft_saver(way: str, model, optimizer, folder: Path):
@@ -134,18 +134,18 @@ def weft_saver(way: str, model, optimizer, folder: Path):
             background.start(staged, late=True)
         layout = staged.layout
 
-    optimizer.register_step_pre_hook(lambda *_: background.copied())
-    return save, background.finish
+    return save, background.finish, background.copied
+
+
+def nothing() -> None:
+    """Does nothing."""
 
 
 class Stalls:
     """Seconds and CPU seconds that the training's thread spends on each save."""
 
-    def __init__(self, optimizer):
+    def __init__(self):
         self.seconds, self.cpu = [], []
-        hooks = list(optimizer._optimizer_step_pre_hooks.values())
-        optimizer._optimizer_step_pre_hooks.clear()
-        optimizer.register_step_pre_hook(lambda *given: self.add(lambda: [hook(*given) for hook in hooks]))
 
     def add(self, action, *, new: bool = False) -> None:
         began, began_cpu = time.perf_counter(), time.thread_time()
@@ -171,8 +171,9 @@ def measure(asked: dict) -> dict:
     if asked["way"].startswith("dcp"):
         dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save needs one
     model, optimizer, step = trained(asked)
-    save, wait = saver(asked["way"], model, optimizer, folder)
-    stalls = Stalls(optimizer)
+    save, wait, before_update = saver(asked["way"], model, optimizer, folder)
+    stalls = Stalls()
+    optimizer.register_step_pre_hook(lambda *_: stalls.add(before_update))
     for _ in range(2):  # memory, and what is planned once
         save(0)
         step()
@@ -184,7 +185,7 @@ def measure(asked: dict) -> dict:
             began, began_cpu = time.perf_counter(), time.process_time()
             if saves:
                 stalls.add(lambda: save(number + 1), new=True)  # noqa: B023
-            for _ in range(asked["every"]):
+            for _ in range(asked["steps"]):
                 step()
             wait()
             blocks[saves].append((time.perf_counter() - began, time.process_time() - began_cpu))
@@ -269,14 +270,15 @@ def table(found: dict) -> str:
     """The result as a page of Markdown."""
     size, speed = found["bytes"], found["bytes"] / found["disk"] / 1e9
     step = statistics.median(
-        seconds / found["every"] for got in found["ways"].values() for seconds, _ in got.get("without", [])
+        seconds / found["steps"] for got in found["ways"].values() for seconds, _ in got.get("without", [])
     )
     lines = [
         "# Stall per checkpoint",
         "",
         f"{found['device']}, {found['threads']} threads; a Llama of {found['shape']} parameters, {size / 1e6:,.0f} MB "
         f"of weights and AdamW state; a save every {found['every']} steps of {256 * found['batch']:,} tokens (median "
-        f"{1e3 * step:.0f} ms); {found['rounds']} rounds of {found['saves']} saves of each way; the disk writes "
+        f"{1e3 * step:.0f} ms), measured in blocks of {found['steps']}; {found['rounds']} rounds of {found['saves']} "
+        f"saves of each way; the disk writes "
         f"{speed:.2f} GB/s and reads {size / found['read'] / 1e9:.2f} GB/s; {load_before()}; {found['date'][:10]}.",
         "",
         NOTES,
@@ -291,7 +293,8 @@ def table(found: dict) -> str:
             lines.append(f"| {WAYS[way]} | {got['failed'].splitlines()[-1][:80]} |" + " |" * 6)
             continue
         pairs = list(zip(got["with"], got["without"], strict=True))
-        more, cpu_more = ([saved[kind] / plain[kind] - 1 for saved, plain in pairs] for kind in (0, 1))
+        share = found["steps"] / found["every"]
+        more, cpu_more = ([share * (saved[kind] / plain[kind] - 1) for saved, plain in pairs] for kind in (0, 1))
         cpu = statistics.median(saved[1] - plain[1] for saved, plain in pairs)
         stall = statistics.median(got["stalls"])
         lines.append(
@@ -305,18 +308,26 @@ def table(found: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="14m")
-    parser.add_argument("--saves", type=int, default=2, help="of each way in a round")
+    parser.add_argument("--saves", type=int, default=4, help="of each way in a round")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--every", type=int, default=50, help="steps in a block")
+    parser.add_argument("--every", type=int, default=50, help="steps between saves")
+    parser.add_argument("--steps", type=int, default=12, help="steps in a block with or without a save")
     parser.add_argument("--batch", type=int, default=1, help="sequences of 256 tokens in a step")
     parser.add_argument("--directory", help="where checkpoints are written (default: the temporary folder)")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--only", default=",".join(WAYS))
     parser.add_argument("--quick", action="store_true", help="does it work? a small shape, no figures to quote")
     args = parser.parse_args()
-    shape, saves, every = ("14m", 2, 3) if args.quick else (args.shape, args.saves, args.every)
+    shape, saves, steps = ("14m", 2, 3) if args.quick else (args.shape, args.saves, args.steps)
     threads, rounds = available_cores(), 1 if args.quick else args.rounds
-    base = {"shape": shape, "saves": saves, "every": every, "batch": args.batch, "threads": threads}
+    base = {
+        "shape": shape,
+        "saves": saves,
+        "steps": steps,
+        "every": args.every,
+        "batch": args.batch,
+        "threads": threads,
+    }
     found: dict = {"ways": {}, **base, "rounds": rounds, "device": processor()}
     found["date"] = datetime.datetime.now().isoformat()
     wait_briefly()
