@@ -14,7 +14,7 @@ from weft.planner.communication import Group, Links, mesh_groups
 from weft.planner.compute import Costs
 from weft.planner.hardware import load_hardware
 from weft.planner.step import predict
-from weft.planner.work import KEPT_LOGITS, Matmul, Work
+from weft.planner.work import KEPT_LOGITS, Matmul, Stack, Work
 
 RUN = """
 model: {vocab_size: 64, hidden_size: 1024, num_hidden_layers: 8, num_attention_heads: 8, intermediate_size: 4096,
@@ -46,6 +46,20 @@ def test_one_device_takes_its_flops_over_its_rate(run):
     assert predicted.tokens_per_second == pytest.approx(32768 / predicted.step_seconds)
     flops = 6 * (8 * layer + 64 * 1024) + 12 * 8 * 1024 * 512  # the definition of MFU does not halve attention
     assert predicted.mfu == pytest.approx(predicted.tokens_per_second * flops / 1e11)
+
+
+def test_attention_that_is_not_fused_computes_all_pairs(run):
+    predicted = predict(run(), 1, ideal(tflops=0.1), stack=Stack(fused_attention=False))
+    layer = 4 * 1024**2 + 2 * 1024 * 4096
+    products = 6 * (8 * layer + 64 * 1024) * 32768
+    attention = 8 * 64 * 4 * 512**2 * 1024 * 3  # two products in forward and four in backward, also of hidden pairs
+    # In forward, scores are written, read and written by softmax and dropout, and read; dropout's mask has a byte.
+    moved = 3 * 8 * 64 * 8 * 512**2 * (6 * 4 + 1)
+    fused = predict(run(), 1, ideal(tflops=0.1), stack=Stack()).step_seconds
+    attention_fused = 8 * 64 * 4 * 512**2 / 2 * 1024 * (1 + 2.5 / 0.8)
+    more = (attention - attention_fused) / 1e11 + moved / 1e15
+    assert predicted.step_seconds - fused == pytest.approx(more, rel=1e-3)
+    assert predicted.step_seconds == pytest.approx((products + attention) / 1e11, rel=2e-3)
 
 
 def test_the_limit_of_kept_logits_is_that_of_the_kernels():

@@ -142,6 +142,7 @@ class Job:
             residual=self.stack.residual_bytes or self.state,
             fused=fused,
             keeps_logits=self.stack.keeps_logits,
+            fused_attention=self.stack.fused_attention,
         )
         self.trained = config.adapter is None
         self.again = self._group_after_forward()

@@ -13,6 +13,9 @@ from weft.config.model import ModelSection
 from weft.config.model_sections import LatentAttentionSection
 
 KEPT_LOGITS = 1 << 27  # more logits than these are computed again in backward (weft.kernels.cross_entropy)
+# Bytes moved for each pair of a query and a key by attention that is not one kernel, in elements: the first product
+# writes scores, softmax and dropout each read and write them, and the second product reads them. A mask has one byte.
+UNFUSED_ELEMENTS = 6
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}  # bytes of an element
 
 
@@ -93,11 +96,14 @@ class Stack:
         residual_bytes: bytes of an element of the residual stream; None: 4, or 8 in float64.
         fused: whether element-wise operations are fused; None: as `training.compile` says.
         keeps_logits: whether logits are kept for backward, however many there are.
+        fused_attention: whether attention is one kernel; else two products, a masked softmax and dropout, which write
+            the scores of all pairs to memory.
     """
 
     residual_bytes: int | None = None
     fused: bool | None = None
     keeps_logits: bool = False
+    fused_attention: bool = True
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class Shares:
         width: bytes of an element in the compute dtype.
         residual: bytes of an element of the residual stream.
         fused: whether element-wise operations are fused.
-        keeps_logits: as in `Stack`.
+        keeps_logits, fused_attention: as in `Stack`.
     """
 
     model: ModelSection
@@ -123,6 +129,7 @@ class Shares:
     residual: int = 4
     fused: bool = False
     keeps_logits: bool = False
+    fused_attention: bool = True
 
     @property
     def tokens(self) -> int:
@@ -163,9 +170,14 @@ def block_work(shares: Shares, layer: int) -> Work:
     if layer >= model.num_hidden_layers:  # a multi-token prediction layer projects two vectors to its input
         matmuls.append(Matmul(tokens, 2 * model.hidden_size, model.hidden_size))
     moved += _residual(shares, layer) + _around_attention(shares)
+    attention = _attention(shares, layer) if shares.fused_attention else None
+    if attention is None:
+        products, scores = _unfused_attention(shares)
+        matmuls += products
+        moved += scores
     return Work(
         matmuls=tuple(matmuls),
-        attention=_attention(shares, layer),
+        attention=attention,
         bytes_forward=moved,
         bytes_backward=2 * moved,
         operations=operations * (1 if shares.fused else 2),
@@ -303,3 +315,11 @@ def _attention(shares: Shares, layer: int) -> AttentionWork:
     head_dim = (model.qk_head_dim + model.v_head_dim) // 2
     shape = (shares.sequences, heads, groups, length, model.qk_head_dim)
     return AttentionWork(shares.sequences * length * seen / exchanges, heads, head_dim, shape)
+
+
+def _unfused_attention(shares: Shares) -> tuple[list[Matmul], float]:
+    """Returns the two products over all pairs, also those that the mask hides, and the bytes of the scores."""
+    model, length, heads = shares.model, shares.length, shares.heads[0]
+    count, queries = shares.sequences * heads, length // shares.mesh.cp
+    products = [Matmul(queries, model.qk_head_dim, length, count), Matmul(queries, length, model.v_head_dim, count)]
+    return products, float(count * queries * length * (UNFUSED_ELEMENTS * shares.width + 1))
