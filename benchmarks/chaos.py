@@ -28,7 +28,7 @@ import psutil
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import processor, slug, write_results  # noqa: E402
+from common import load_before, processor, slug, write_results  # noqa: E402
 
 RANKS = 4
 MESHES = {
@@ -251,6 +251,8 @@ def measure(work: Path, mesh: str, mode: str, args: argparse.Namespace) -> dict:
     return {
         "mesh": mesh,
         "mode": mode,
+        "date": str(datetime.date.today()),
+        "load": load_before(),
         "exit_code": code,
         "deaths": dict(storm.deaths),
         "commands": storm.commands,
@@ -269,14 +271,16 @@ def measure(work: Path, mesh: str, mode: str, args: argparse.Namespace) -> dict:
 
 TEXT = """# Deaths of one run
 
-{device}, {date}. {ranks} processes; kill -9 at random instants (`benchmarks/chaos.py`). Meshes: {meshes}. A step differs
+{device}. {ranks} processes; kill -9 at random instants (`benchmarks/chaos.py`). Meshes: {meshes}. A step differs
 if its loss, gradient norm, learning rate or token count is not that of the undisturbed run to the last bit, in any of
 the sessions that made it. Recovery: median seconds from a death to the next step's line, with the start of Python and of
 {ranks} processes on these cores.
 
-| mesh | checkpoints | deaths | steps made | steps that differ | last checkpoint | orphans, files left | s calm | s storm | recovery, s |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| mesh | checkpoints | deaths | steps made | steps that differ | last checkpoint | orphans, files left | s calm | s storm | recovery, s | measured |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {rows}
+
+{deaths} deaths in all. Other programs used the same cores meanwhile if the load says so; then the seconds are too high.
 """  # noqa: E501
 
 
@@ -293,6 +297,7 @@ def row(found: dict) -> str:
         f"{found['seconds_calm']:.0f}",
         f"{found['seconds_storm']:.0f}",
         f"{found['recovery_seconds'] or 0:.1f}",
+        f"{found['date']}, {found['load']}",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -300,22 +305,33 @@ def row(found: dict) -> str:
 def page(found: list[dict], device: str) -> str:
     meshes = "; ".join(f"{name}: {json.dumps(mesh)}" for name, mesh in MESHES.items())
     rows = "\n".join(row(each) for each in found)
-    return TEXT.format(device=device, date=datetime.date.today(), ranks=RANKS, meshes=meshes, rows=rows)
+    deaths = sum(sum(each["deaths"].values()) for each in found)
+    return TEXT.format(device=device, ranks=RANKS, meshes=meshes, rows=rows, deaths=deaths)
+
+
+def earlier(file: Path, remade: set[tuple[str, str]]) -> list[dict]:
+    """The rows of a file of results that this call does not measure again."""
+    rows = json.loads(file.read_text()) if file.exists() else []
+    return [row for row in rows if (row["mesh"], row["mode"]) not in remade]
 
 
 def main() -> int:
     args = arguments()
     device = processor()
     found = []
+    meshes, modes = args.meshes.split(","), args.modes.split(",")
+    name = f"chaos-{slug(device)}"
+    before = earlier(args.out / f"{name}.json", {(mesh, mode) for mesh in meshes for mode in modes})
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as folder:
         work = Path(folder)
         prepare(work)
-        for mode in args.modes.split(","):
-            for mesh in args.meshes.split(","):
+        for mode in modes:
+            for mesh in meshes:
                 found.append(measure(work, mesh, mode, args))
                 print(json.dumps(found[-1]), flush=True)
                 if not args.quick:
-                    write_results(args.out, f"chaos-{slug(device)}", page(found, device), found, show=False)
+                    rows = before + found
+                    write_results(args.out, name, page(rows, device), rows, show=False)
     print(page(found, device))
     wrong = [
         f
