@@ -5,9 +5,13 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import tempfile
+import time
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from weft.data.batches.loader import BatchSource
@@ -71,6 +75,66 @@ def test_a_signal_to_all_processes_leaves_the_workers_to_the_trainer():
     worker.terminate()  # as this process does with one that is stuck
     worker.join(5)
     assert worker.exitcode == 0
+
+
+TRAINER = """
+import multiprocessing, sys, time
+sys.path.insert(0, {here!r})
+from test_workers import Deadly
+from weft.data.batches.loader import BatchSource
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    batches = BatchSource(Deadly(-1, ""), batch_size=4, seed=None).iterate(0, 400, workers=2)
+    next(batches)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_end_with_a_trainer_that_is_killed(tmp_path, method):
+    (tmp_path / "trainer.py").write_text(TRAINER.format(here=str(Path(__file__).parent)))
+    command = [sys.executable, "trainer.py", method]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        workers = [psutil.Process(int(word)) for word in trainer.stdout.readline().split()]
+        assert len(workers) == 2
+        trainer.kill()
+    _, alive = psutil.wait_procs(workers, timeout=3)
+    for process in alive:
+        process.kill()
+    assert not alive
+
+
+class Joined:
+    """Garbage whose destructor, as that of a process group, waits for a thread of the process that made it."""
+
+    def __init__(self):
+        self.itself, self.made_by = self, os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.made_by:
+            time.sleep(600)
+
+
+class Collects(Deadly):
+    def __getitem__(self, index):
+        gc.collect()
+        return super().__getitem__(index)
+
+
+def test_a_worker_does_not_free_garbage_of_the_trainer():
+    gc.disable()
+    try:
+        Joined()
+        batches = BatchSource(Collects(-1, ""), batch_size=4, seed=None).iterate(0, 3, workers=1)
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGINT))  # raises KeyboardInterrupt
+        signal.alarm(20)
+        assert len(list(batches)) == 3
+    finally:
+        signal.alarm(0)
+        gc.enable()
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_temporary_folder_of_too_long_a_path_is_told_before_a_batch_is_waited_for(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
@@ -10,7 +11,9 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -34,6 +37,7 @@ class Source(Protocol):
 
 # The path of a socket has at most 107 bytes. In the temporary folder the socket is pymp-xxxxxxxx/listener-xxxxxxxx.
 LONGEST_TMPDIR = 107 - 32
+POLL = 0.5  # seconds until a worker notices that the training process was killed
 
 
 def prefetch(source: Source, start: int, stop: int, workers: int) -> Iterator[Batch]:
@@ -59,12 +63,8 @@ def prefetch(source: Source, start: int, stop: int, workers: int) -> Iterator[Ba
     )
     before = multiprocessing.active_children()
     watch = _WorkerWatch()
-    # Workers inherit blocked signals, so a signal that arrives while they start does not kill them.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
+    with _ready_to_fork():
         batches = iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     watch.begin([child for child in multiprocessing.active_children() if child not in before])
     died = None
     try:
@@ -82,6 +82,23 @@ def prefetch(source: Source, start: int, stop: int, workers: int) -> Iterator[Ba
         raise UserError(died)
     if isinstance(batch, UserError):
         raise batch
+
+
+@contextmanager
+def _ready_to_fork() -> Iterator[None]:
+    """Context in which workers are started.
+
+    - Workers inherit blocked signals, so a SIGTERM that arrives while they start does not kill them.
+    - A forked worker never frees garbage of this process: the destructor of a process group or of a store waits for
+      threads, which a fork does not copy, so the worker would hang. The worker also copies less memory.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 class _WorkerDied(Exception):
@@ -162,19 +179,30 @@ def _initialize_worker(worker: int) -> None:
     # Ctrl-C and SIGTERM can reach all processes of the group. The trainer needs batches until it has saved a
     # checkpoint, and then stops its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):
+    if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_exit_at_sigterm, args=(os.getppid(),), daemon=True).start()
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    threading.Thread(target=_exit_with_trainer, args=(trainer,), daemon=True).start()
     sys.excepthook = _print_unless_disconnected
 
 
-def _exit_at_sigterm(trainer: int) -> None:
-    """Makes this worker exit if the training process, with the id `trainer`, sends SIGTERM to stop a hanging worker.
+def _exit_with_trainer(trainer: multiprocessing.process.BaseProcess) -> None:
+    """Makes this worker exit when the training process ends, or sends SIGTERM to stop a hanging worker.
 
-    SIGTERM of other processes is ignored.
+    SIGTERM of other processes is ignored. A worker is a child of the training process only if it was forked: the start
+    method "forkserver", Python 3.14's default, has a server that forks. PyTorch compares the parent's id, and so misses
+    that the training process was killed. A pipe shows its end with each start method. If it was forked, processes
+    that were forked later hold the pipe open, too, but then its id is no longer that of the parent.
     """
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
-        pass
+    parent, pid = os.getppid(), trainer.pid
+    while not (multiprocessing.connection.wait([trainer.sentinel], timeout=0) or os.getppid() != parent):
+        if not hasattr(signal, "sigtimedwait"):
+            time.sleep(POLL)
+            continue
+        found = signal.sigtimedwait({signal.SIGTERM}, POLL)
+        if found is not None and found.si_pid == pid:
+            break
     os._exit(0)
 
 
