@@ -41,14 +41,18 @@ def lose(case: str, disks: list[Path]) -> None:
     elif case == "two hosts":
         shutil.rmtree(disks[1])
         shutil.rmtree(disks[2])
+    elif case == "all hosts":
+        for disk in disks:
+            shutil.rmtree(disk)
 
 
-QUICK = ["the first host", "two hosts"]
+QUICK = ["the first host", "all hosts", "two hosts"]
 LONG = [
     "the first host",
     "the last host",
     "two bits of two files",
     "nothing",
+    "all hosts",
     "two hosts",
 ]
 
@@ -77,7 +81,10 @@ def test_a_run_on_three_hosts_continues_from_what_survives(run_yaml, tmp_path, r
         said = " ".join(ranks.call(on_hosts.fit, 3, file, copies, (f"run.directory={place}",))[0].split())
         assert losses(place / "demo") == losses(calm), case
         assert_same_weights(place / "demo", calm)
-        assert ("resuming from the local checkpoint" in said) == (case != "two hosts"), said
+        assert ("resuming from the local checkpoint" in said) == (case not in ("two hosts", "all hosts")), said
+        assert ("gone on all hosts" in said) == (case == "all hosts"), said
+        if case == "all hosts":
+            assert f"the run resumes from step 4, the last one in {place}" in said
         assert not list(place.glob("disk-*/weft-*/*"))
     assert "step 5 is not used: 1 of its 7 files (shard-00002-model-00001-of-00001.safetensors) is lost" in said
     assert "or damaged on all hosts; the run resumes from step 4" in said

@@ -1,8 +1,5 @@
 """`--stop-within`: a run that is told to stop is gone in time, and loses no step if the host's memory can take it."""
 
-import json
-import os
-
 import forked
 import pytest
 from running import assert_same_weights, losses, train
@@ -64,13 +61,19 @@ def test_the_last_step_survives_a_disk_that_is_too_slow(run_yaml, tmp_path, caps
     assert not list(fast.glob("weft-*/*"))
 
 
-def test_a_save_in_time_leaves_nothing_in_memory(run_yaml, tmp_path):
-    done = stop(tmp_path, run_yaml(**SHORT), WEFT_STOP_WITHIN="40")
+def test_a_save_in_time_leaves_nothing_in_memory(run_yaml, tmp_path, capsys, monkeypatch):
+    fast = tmp_path / "fast"
+    file = run_yaml(**SHORT | {"checkpoint": {"every": 1000, "local": {"seconds": 1000, "directory": str(fast)}}})
+    done = stop(tmp_path, file, WEFT_STOP_WITHIN="40")
     assert done.returncode == 143, done.stderr
     run = tmp_path / "runs" / "demo"
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000003"]
-    folder = json.loads((run / "local-checkpoints.json").read_text())["folder"]  # a first save has no known time
-    assert not os.path.exists(folder)
+    assert list(fast.glob("*"))  # a first save has no known time
+    assert not list(fast.glob("*/*"))
+    assert not (run / "local-checkpoints.json").exists()
+    monkeypatch.chdir(tmp_path)
+    assert train(file) == 0
+    assert "gone on all hosts" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["0", "-3", "soon"])

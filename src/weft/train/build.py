@@ -14,10 +14,11 @@ from torch import nn
 from weft.checkpoint.adapter_record import AdapterRecord, saved_record
 from weft.checkpoint.adapter_start import open_start
 from weft.checkpoint.base_model import base_path, load_base
-from weft.checkpoint.checkpoint_files import step_of
+from weft.checkpoint.checkpoint_files import FOLDER, step_of
 from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
 from weft.checkpoint.load import checkpoints, load, resolve
 from weft.checkpoint.local import find_local
+from weft.checkpoint.local_record import recorded
 from weft.checkpoint.model_parts import new_parts
 from weft.checkpoint.survivors import newest_survivor
 from weft.config.components import make_component
@@ -224,7 +225,7 @@ def restore(
 def last_checkpoint(job: Job) -> tuple[Path | None, Callable[[set[str]], None] | None]:
     """Returns the checkpoint from which a run resumes: the newest one that survives, local or in the run directory.
 
-    Prints a warning if a newer local checkpoint is incomplete.
+    Prints a warning if a newer local checkpoint is incomplete, or if no host has the local checkpoints any more.
 
     Returns:
         The path, None for a new run; and the argument `fetch` of `load`.
@@ -239,6 +240,12 @@ def last_checkpoint(job: Job) -> tuple[Path | None, Callable[[set[str]], None] |
         if survivor is not None:
             job.console.line(f"resuming from the local checkpoint {survivor.path}")
             return survivor.path, survivor.fetch
+    elif (lost := world.agree(lambda: recorded(path), only_first=True)) is not None:
+        saved = f"resumes from step {max(durable):,}, the last one in {path / FOLDER}" if durable else "starts over"
+        job.console.warning(
+            f"the local checkpoints of this run are lost: {lost.folder} is gone on all hosts (a restart of a host "
+            f"empties its memory); the run {saved}"
+        )
     return (world.agree(lambda: resolve(path)) if durable else None), None
 
 

@@ -229,7 +229,6 @@ class Saver:
         uploader = self._uploader
         world.agree(lambda: uploader.forget_after(step) if uploader is not None else None, only_first=True)
         self._clear_local()
-        world.agree(lambda: (path / RECORD).unlink(missing_ok=True), only_first=True)
         if self._local is not None:
             self._local = open_local(path, self.settings.local)
         self._local_step = step
@@ -266,9 +265,11 @@ class Saver:
             prune(folder, self._keep)
 
     def _clear_local(self) -> None:
-        """Deletes the local checkpoints, also those of earlier sessions. Every rank must call it."""
-        if (local := self._local or find_local(self.loop.job.run.path, self.settings.local)) is not None:
+        """Deletes the local checkpoints, also those of earlier sessions, and their record. Every rank must call it."""
+        path = self.loop.job.run.path
+        if (local := self._local or find_local(path, self.settings.local)) is not None:
             local.clear()
+        self.loop.world.agree(lambda: (path / RECORD).unlink(missing_ok=True), only_first=True)
 
     def __enter__(self) -> Saver:
         return self
