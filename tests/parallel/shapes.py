@@ -151,9 +151,11 @@ def shapes_only(config: RunConfig, world: World) -> Iterator[FakeTensorMode]:
     """
     moe = getattr(config.model, "moe", None)
     length = derive(config, mesh=world.shape)
-    rows = length.micro_batch_size * length.sequence_length * (moe.num_experts_per_tok if moe else 0) // world.shape.cp
+    tokens = length.micro_batch_size * length.sequence_length // world.shape.cp
+    each = (moe.ranks_per_token(world.shape.ep), moe.num_experts_per_tok) if moe else (0, 0)
+    rows, choices = (int(tokens * number) for number in each)
 
-    with without_values(rows) as mode, mock.patch.dict(CHUNK_ELEMENTS, clear=True):  # a thousand chunks take long
+    with without_values(rows, choices) as mode, mock.patch.dict(CHUNK_ELEMENTS, clear=True):  # a thousand chunks take long
         yield mode
 
 

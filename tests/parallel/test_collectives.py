@@ -26,7 +26,7 @@ SHAPE = {
 }  # fmt: skip
 MOE = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": OF_EXPERT}
 NUMBER = 8  # bytes of a single one, of float64
-FLOAT32, BFLOAT16 = 4, 2
+FLOAT32, BFLOAT16, INT32 = 4, 2, 4
 PHASES = ("forward", "backward")
 
 
@@ -171,14 +171,24 @@ def context(way, cp, *, axis="cp", tp=1, item=FLOAT32):
     return add(loss, turns, {("backward", kind, axis): times(cp * LAYERS, both) for kind in ("send", "receive")})
 
 
-def experts(ep, axis="ep", *, efsdp=1, cp=1, counted="world"):
-    """Each token goes to the ranks of its experts and back; before that it is said how many come. Loads are summed."""
-    rows = ROWS * SEQ // cp * CHOSEN * WIDTH * FLOAT32
+def of_ranks(ep, **moe):
+    """Experts of which a token's are all on one rank: the groups that it chooses from are those of the ranks."""
+    return {"moe": MOE | {"n_group": ep, "topk_group": 1} | moe}
+
+
+def experts(ep, axis="ep", *, efsdp=1, cp=1, counted="world", chosen=CHOSEN, visits=1):
+    """Each token goes once to the ranks of its experts, of which it visits some, with its choices and their weights.
+
+    Before that it is said how many tokens and choices come. One sum comes back. Loads are summed.
+    """
+    rows = ROWS * SEQ // cp * visits
+    there, back = (rows * width * FLOAT32 for width in (WIDTH + chosen, WIDTH))
     whole = size(EXPERTS // ep, 3 * OF_EXPERT * WIDTH, efsdp) * FLOAT32
     cut = efsdp > 1
     return add(
-        {("forward", "all_to_all", axis): times(LAYERS, EXPERTS * NUMBER)},
-        {(phase, "all_to_all", axis): times(2 * LAYERS, rows) for phase in PHASES},
+        {("forward", "all_to_all", axis): times(LAYERS, 2 * ep * NUMBER)},
+        {("forward", "all_to_all", axis): times(LAYERS, rows * chosen * INT32)},
+        {(phase, "all_to_all", axis): (2 * LAYERS, LAYERS * (there + back)) for phase in PHASES},
         {
             ("forward", "all_gather", "efsdp"): times(LAYERS * cut, whole),
             ("backward", "all_gather", "efsdp"): times((LAYERS - 1) * cut, whole),
@@ -271,7 +281,7 @@ def test_context_ranks_exchange_heads_or_tell_keys_and_values(count):
 
 
 def test_tokens_travel_to_experts_and_back(count):
-    model = {"moe": MOE | {"router_aux_loss_coef": 0.01}}
+    model = of_ranks(2, router_aux_loss_coef=0.01)
     (calls,) = count({"dp_shard": 2, "ep": 2}, model=model)
     axes = around("ep", "ep", "ep")  # the experts' gradients and the others'
     assert_counts(calls, add(axes, experts(2, counted="ep"), fsdp("ep", 2, moe=True)))
@@ -285,10 +295,17 @@ def test_tokens_travel_to_experts_and_back(count):
     assert_counts(over_rows, add(axes, *parts, fsdp("fsdp", 4, moe=True)))
 
 
+def test_a_token_visits_a_rank_once(count):
+    """Each token has all experts: two on each rank."""
+    (calls,) = count({"dp_shard": 4, "ep": 4}, model={"moe": MOE | {"num_experts_per_tok": EXPERTS}})
+    parts = experts(4, counted="ep", chosen=EXPERTS, visits=4), fsdp("ep", 4, moe=True)
+    assert_counts(calls, add(around("ep", "ep", "ep"), *parts))
+
+
 def test_few_experts_are_cut_without_room_for_more(count):
     """2 on a rank of `ep`, over 4 ranks: along their width."""
-    (calls,) = count({"dp_shard": 8, "ep": 4}, model={"moe": MOE})
-    (wide,) = count({"dp_shard": 16, "ep": 4}, model={"moe": MOE})
+    (calls,) = count({"dp_shard": 8, "ep": 4}, model=of_ranks(4))
+    (wide,) = count({"dp_shard": 16, "ep": 4}, model=of_ranks(4))
     for found, ranks in ((calls, 8), (wide, 16)):
         axes = around("dp_shard", "dp_shard", "ep", "efsdp")
         parts = experts(4, efsdp=ranks // 4, counted="dp_shard"), fsdp("dp_shard", ranks, moe=True)
@@ -326,7 +343,7 @@ def test_axes_together_send_what_each_does_of_its_part(count):
     parts = fsdp("fsdp", 4, tp=2), context("all_gather", 2, tp=2), tensor(2, cp=2)
     assert_counts(calls, add(around("world", "fsdp", "fsdp", "tp"), *parts))
 
-    (calls,) = count({"dp_shard": 2, "tp": 2, "ep": 2}, model={"moe": MOE})
+    (calls,) = count({"dp_shard": 2, "tp": 2, "ep": 2}, model=of_ranks(2))
     # Each tensor rank has a part of each expert, and so is sent all of their tokens.
     parts = fsdp("dp_shard", 2, tp=2, moe=True), tensor(2, moe=True), experts(2, counted="tokens")
     assert_counts(calls, add(around("world", "dp_shard", "dp_shard", "ep", "tp", "tp"), *parts))
@@ -361,7 +378,7 @@ def test_what_comes_next_is_gathered_before_it_is_needed(count):
     [
         ({"dp_replicate": 2, "dp_shard": 2}, {}),
         ({"pp": 2, "tp": 2}, {"tie_word_embeddings": True}),
-        ({"cp": 2, "tp": 2, "ep": 2, "cp_method": "all_gather"}, {"moe": MOE}),
+        ({"cp": 2, "tp": 2, "ep": 2, "cp_method": "all_gather"}, of_ranks(2)),
     ],
     ids=str,
 )

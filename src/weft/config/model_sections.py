@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -85,6 +86,18 @@ class ExpertsSection(Section):
         if bias and self.n_shared_experts:
             vectors += 2 * inner * self.n_shared_experts + hidden
         return always + expert * self.num_experts, always + expert * self.num_experts_per_tok, vectors
+
+    def ranks_per_token(self, ep: int) -> float:
+        """Returns the expected number of ranks that have at least one of a token's experts.
+
+        Assumes that a token chooses each set of experts with the same probability.
+
+        Args:
+            ep: number of ranks, each with `num_experts / ep` experts.
+        """
+        others = self.num_experts - self.num_experts // ep
+        missed = math.comb(others, self.num_experts_per_tok) / math.comb(self.num_experts, self.num_experts_per_tok)
+        return ep * (1 - missed)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts in place of an MLP."""

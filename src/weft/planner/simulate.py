@@ -90,10 +90,11 @@ def simulate_rank(config: RunConfig, devices: int, rank: int = 0, *, chunks: boo
     per_rank, micro = split_batch(batch_sequences(config), length, shape, given, config.parallel)
     held = CHUNK_ELEMENTS["cpu"] if chunks else KEPT_ELEMENTS
     rows = per_rank if shape.pp > 1 else min(per_rank, MICRO_BATCHES * micro)
-    routed = micro * length * (moe.num_experts_per_tok if moe else 0) // shape.cp
+    tokens = micro * length // shape.cp
+    routed = (int(tokens * moe.ranks_per_token(shape.ep)), tokens * moe.num_experts_per_tok) if moe else (0, 0)
     with (
         fake_ranks(devices, rank),
-        without_values(routed) as mode,
+        without_values(*routed) as mode,
         # All chunks of logits need the same memory, and computing thousands of them would take minutes.
         mock.patch(
             "weft.kernels.cross_entropy._chunks", lambda logits, _: [slice(0, max(1, held // logits.shape[-1]))]

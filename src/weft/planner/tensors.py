@@ -132,7 +132,9 @@ def _mlp(sizes: Sizes, layer: int) -> tuple[float, float, float, float]:
     inner, wide = each * rows * width, rows * model.hidden_size * width
     router = tokens * (model.hidden_size * 4 + moe.num_experts * 8)
     total = router + 2 * wide + 4 * inner + 16 * rows
-    kept = 2 * inner + (3 if mesh.ep > 1 else 2) * wide
+    kept = 2 * inner + 2 * wide
+    if mesh.ep > 1:  # a token is sent once to each rank with one of its experts, and a row comes back
+        kept += wide * (2 * moe.ranks_per_token(mesh.ep) / moe.num_experts_per_tok - 1)
     if moe.n_shared_experts:
         total += tokens * (model.hidden_size + 4 * each * moe.n_shared_experts) * width
         kept += tokens * 2 * each * moe.n_shared_experts * width

@@ -51,15 +51,18 @@ class _Answers(TorchDispatchMode):
 
 
 @contextmanager
-def without_values(rows: int) -> Iterator[FakeTensorMode]:
-    """Yields a mode whose tensors have no values; `rows`: rows that a rank sends to experts, balanced over `ep`."""
+def without_values(rows: int, choices: int) -> Iterator[FakeTensorMode]:
+    """Yields a mode whose tensors have no values.
+
+    Args:
+        rows: number of rows that a rank sends to experts, in equal numbers to the ranks of `ep`.
+        choices: number of pairs of a row and an expert that computes it.
+    """
 
     def tolist(tensor: torch.Tensor) -> Any:
-        if tensor.dim() == 0:
-            return tensor.item()
-        if tensor.dim() == 2:
-            return [tolist(row) for row in tensor]
-        return [1.0 if tensor.is_floating_point() else rows // len(tensor)] * len(tensor)
+        if tensor.dim() == 3:  # how many rows and choices `dispatch_to_ranks` sends to each rank, and receives
+            return [[[rows // len(ranks), choices // len(ranks)] for _ in ranks] for ranks in tensor]
+        return tensor.item() if tensor.dim() == 0 else [1.0 if tensor.is_floating_point() else 0] * len(tensor)
 
     with (
         mock.patch.object(FakeTensor, "tolist", tolist),

@@ -273,7 +273,7 @@ def _experts(shares: Shares) -> tuple[list[Matmul], float, int, int]:
         wide = inner * moe.n_shared_experts
         matmuls += [Matmul(tokens, hidden, wide, 2), Matmul(tokens, wide, hidden)]
         moved += _activation(shares, tokens, wide)
-    return matmuls, moved, rows, 3 * hidden * inner * local
+    return matmuls, moved, round(tokens * moe.ranks_per_token(mesh.ep)), 3 * hidden * inner * local
 
 
 def _activation(shares: Shares, rows: int, inner: int) -> float:

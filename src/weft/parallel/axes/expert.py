@@ -1,16 +1,22 @@
-"""Expert parallelism (Lepikhin et al., 2021): shards experts over `ep`, and dispatches tokens by all-to-all."""
+"""Expert parallelism (Lepikhin et al., 2021): shards experts over `ep`, and dispatches tokens by all-to-all.
+
+A token is sent once to each rank that has at least one of its experts. This rank adds up the outputs of the token's
+experts, and sends one row back.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
 from weft.models.decoder import Decoder
-from weft.models.layers.moe import Experts, MixtureOfExperts, Permute
+from weft.models.layers.moe import Experts, MixtureOfExperts
 from weft.models.sharding import decoder_sharding
 from weft.parallel import collectives
 from weft.parallel.axes.tensor import placement
@@ -18,45 +24,107 @@ from weft.parallel.local_parameters import distribute_parameters
 from weft.parallel.model_state import ModelState
 
 
-class ShardedExperts:
-    """All experts of a layer, called like `Experts`. Each rank has `num_experts / ranks` consecutive experts.
+class Copies(NamedTuple):
+    """Which copies of which rows a tensor consists of.
 
-    A row is the input of one expert for one token. A call sends each row to the rank of the row's expert, and sends the
-    expert's output back. The ranks first exchange the numbers of rows, so that buffers have the exact size and no row
-    is dropped.
-
-    Args:
-        experts: this rank's experts.
-        group: process group of `ep`.
+    Attributes:
+        source: index of the copied row, `[copies]`.
+        by_source: indices of the copies, sorted by `source`, `[copies]`.
+        ends: index in `by_source` of the first copy of each row, and the number of copies, `[rows + 1]`.
     """
 
-    def __init__(self, experts: Experts, group: dist.ProcessGroup):
-        self.experts, self.group, self.num_experts = experts, group, experts.num_experts
+    source: torch.Tensor
+    by_source: torch.Tensor
+    ends: torch.Tensor
 
-    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Computes the experts' outputs `[rows, hidden]`.
+    @staticmethod
+    def of(source: torch.Tensor, rows: int) -> Copies:
+        by_source = source.argsort(stable=True)
+        ends = torch.searchsorted(source[by_source], torch.arange(rows + 1, device=source.device))
+        return Copies(source, by_source, ends)
 
-        Args:
-            x: this rank's rows for all experts, `[rows, hidden]`, sorted by expert.
-            ends: index of the row after the last row of each expert, `[num_experts]`.
-        """
-        ranks = self.group.size()
-        local_experts = self.num_experts // ranks
-        counts = ends.diff(prepend=ends.new_zeros(1)).to(torch.int64)
-        incoming = torch.empty_like(counts)
-        dist.all_to_all_single(incoming, counts, group=self.group)
-        incoming = incoming.view(ranks, local_experts)  # [source rank, expert]
-        # One synchronization with the GPU for both lists.
-        sent, received = torch.stack((counts.view(ranks, local_experts), incoming)).sum(2).tolist()
-        rows = collectives.all_to_all_rows(x, received, sent, self.group)
-        # Received rows are sorted by source rank; experts need them sorted by expert.
-        expert = torch.arange(local_experts, device=x.device).repeat(ranks)
-        expert = expert.repeat_interleave(incoming.flatten(), output_size=len(rows))
-        order = expert.argsort(stable=True)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        local_ends = incoming.sum(0).cumsum(0).to(torch.int32)
-        out = Permute.apply(self.experts(Permute.apply(rows, order, inverse), local_ends), inverse, order)
-        return collectives.all_to_all_rows(out, sent, received, self.group)
+    def copy(self, x: torch.Tensor) -> torch.Tensor:
+        """Copies rows of `x` `[rows, width]`. Returns `[copies, width]`; backward is `sum`."""
+        return _Copy.apply(x, self)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums the copies of each row, `[copies, width]`. Returns `[rows, width]`; backward is `copy`."""
+        return _Sum.apply(x, self)
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        # A scatter-add would sum in a nondeterministic order on GPUs.
+        return F.embedding_bag(self.by_source, x, self.ends, mode="sum", include_last_offset=True)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, copies):
+        ctx.copies = copies
+        return x[copies.source]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.copies._sum(grad.contiguous()), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, copies):
+        ctx.copies = copies
+        return copies._sum(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[ctx.copies.source], None
+
+
+@torch.compiler.disable
+def dispatch_to_ranks(
+    group: dist.ProcessGroup,
+    experts: Experts,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    dropped: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes `weft.models.layers.moe.dispatch` with experts that are sharded over `group`, in equal numbers.
+
+    The ranks first exchange the numbers of rows and of choices, so that buffers have the exact size.
+
+    Args:
+        experts: this rank's experts. They are consecutive, and ordered by rank.
+        x: this rank's tokens, `[tokens, hidden]`; `weights`, `chosen` and `dropped` are those of these tokens.
+    """
+    ranks, local_experts = group.size(), experts.num_experts // group.size()
+    rank_of = chosen // local_experts
+    if dropped is not None:
+        rank_of = rank_of.masked_fill(dropped, ranks)
+    to_rank = rank_of.unsqueeze(1) == torch.arange(ranks, device=x.device).unsqueeze(1)  # [tokens, ranks, choices]
+    goes = to_rank.any(2)
+    counts = torch.stack((goes.sum(0), to_rank.sum((0, 2))), 1)  # [ranks, (rows, choices)]
+    incoming = torch.empty_like(counts)
+    dist.all_to_all_single(incoming, counts, group=group)
+    outgoing, expected = torch.stack((counts, incoming)).tolist()  # one synchronization with the GPU
+    sent, received = [rows for rows, _ in outgoing], [rows for rows, _ in expected]
+
+    rank, token = torch.nonzero_static(goes.t(), size=sum(sent)).unbind(1)
+    sends = Copies.of(token, len(x))
+    local = torch.where(rank_of[token] == rank.unsqueeze(1), chosen[token] - rank.unsqueeze(1) * local_experts, -1)
+    choices = local.new_empty((sum(received), chosen.shape[1]), dtype=torch.int32)
+    dist.all_to_all_single(choices, local.to(torch.int32), received, sent, group=group)
+    message = sends.copy(torch.cat((x, weights), 1))
+    message = collectives.all_to_all_rows(message, received, sent, group)
+    rows, row_weights = message.split((x.shape[1], weights.shape[1]), 1)
+
+    choices = choices.flatten()
+    computed = torch.nonzero_static(choices >= 0, size=sum(number for _, number in expected)).squeeze(1)
+    by_expert, order = choices[computed].sort(stable=True)
+    computed = computed[order]
+    ends = torch.searchsorted(by_expert, torch.arange(local_experts, device=x.device), right=True)
+    copies = Copies.of(computed // chosen.shape[1], len(rows))
+    out = experts(copies.copy(rows), ends.to(torch.int32))
+    out = copies.sum(out * row_weights.flatten().gather(0, computed).unsqueeze(1))
+    return sends.sum(collectives.all_to_all_rows(out, sent, received, group))
 
 
 def shard_over_ep(model: nn.Module, state: ModelState) -> nn.Module:
@@ -78,11 +146,6 @@ def shard_over_ep(model: nn.Module, state: ModelState) -> nn.Module:
     distribute_parameters(model, world.ep_mesh, placements)
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            dispatch = partial(_dispatch, module.dispatch, world.ep_mesh.get_group("ep"))
+            dispatch = partial(dispatch_to_ranks, world.ep_mesh.get_group("ep"))
             state.fill(module, "dispatch", "ep: all-to-all, tokens to their experts and back", dispatch)
     return model
-
-
-@torch.compiler.disable
-def _dispatch(dispatch, group, experts, *tokens):
-    return dispatch(ShardedExperts(experts, group), *tokens)
