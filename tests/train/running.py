@@ -1,5 +1,6 @@
 """How tests of whole runs start them, watch them and look at what they left."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -8,11 +9,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import torch
 from forked import Forked
 
 import weft
 from weft.cli.main import main
+from weft.launch.rank import STACKS_SIGNAL
 
 # What most runs here do without: it costs time and is tested elsewhere.
 QUIET = {"trackers": []}
@@ -70,14 +73,32 @@ def start(*arguments, cwd: Path, command: Sequence[str] = (sys.executable, "-m",
 
 
 def finish(process: subprocess.Popen | Forked, seconds: float = 90) -> tuple[int, str]:
-    """Exit code and stderr of a process; it is ended if it takes too long."""
+    """Exit code and stderr of a process; it is ended if it takes too long, and its ranks' stacks are shown."""
     try:
         _, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        shown = stacks(process.pid)
         process.kill()
         _, errors = process.communicate()
-        raise AssertionError(f"still running after {seconds} s: {errors}") from None
+        raise AssertionError(f"still running after {seconds} s: {errors}\n{shown}") from None
     return process.returncode, errors
+
+
+def stacks(launcher: int) -> str:
+    """The Python stacks of the ranks of a launcher, and of their data workers.
+
+    They write them into a file that has no name, after a signal. Its descriptor is in the rank's environment.
+    """
+    shown = []
+    for process in psutil.Process(launcher).children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError, KeyError):
+            file = Path(f"/proc/{process.pid}/fd/{process.environ()['WEFT_LAUNCHER'].split()[2]}")
+            before = file.stat().st_size
+            process.send_signal(STACKS_SIGNAL)
+            time.sleep(0.5)
+            written = file.read_bytes()[before:].decode(errors="replace")
+            shown.append(f"{process.pid} {process.name()}, child of {process.ppid()}, {process.status()}:\n{written}")
+    return "\n".join(shown)
 
 
 def until_step(process: subprocess.Popen | Forked, run: Path, step: int, seconds: float = 60) -> None:
@@ -85,8 +106,9 @@ def until_step(process: subprocess.Popen | Forked, run: Path, step: int, seconds
     end = time.monotonic() + seconds
     while not any(line["step"] >= step for line in metrics(run)):
         if process.poll() is not None or time.monotonic() > end:
+            shown = stacks(process.pid) if process.poll() is None else ""
             process.kill()
-            raise AssertionError(f"step {step} was never reached: {process.communicate()[1]}")
+            raise AssertionError(f"step {step} was never reached: {process.communicate()[1]}\n{shown}")
         time.sleep(0.005)
 
 
