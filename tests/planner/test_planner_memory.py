@@ -69,6 +69,14 @@ def test_recomputation_keeps_less_the_more_it_repeats(run):  # noqa: F811
     assert one(run(1, "training.micro_batch_size=4")).activations == pytest.approx(4 * kept[0], rel=0.01)
 
 
+def test_compiled_code_overwrites_logits_without_a_copy_in_float32(run):  # noqa: F811
+    wide = ("model.vocab_size=100000", "training.dtype=bfloat16", "training.micro_batch_size=2")
+    eager, compiled = (one(run(1, *wide, f"training.compile={way}"), chunks=False) for way in ("false", "true"))
+    logits = 2 * 512 * 100000  # of the largest micro-batch, in 2 bytes; and the gradient of the hidden states
+    assert compiled.logits == 2 * logits + 2 * 2 * 512 * 1024
+    assert eager.logits == compiled.logits + 2 * 4 * logits  # the cast, and its softmax
+
+
 def test_a_gpu_needs_more_for_its_context_and_fragmentation(run):  # noqa: F811
     (gpu,) = memory_of(run(1, "training.dtype=bfloat16"), 1)
     changing = gpu.activations + gpu.logits + gpu.gathered + gpu.buffers - DEVICE_BYTES

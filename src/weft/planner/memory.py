@@ -133,7 +133,7 @@ class _Ranks:
         if model.vocab_size is None:
             raise UserError("model.vocab_size: not known without a tokenizer; set it for the plan")
         self.model, self.cpu, self.mesh = model, cpu, mesh_shape(config.parallel, devices)
-        self.chunk = CHUNKED_LOGITS if chunks and not training.compile else KEPT_LOGITS
+        self.chunk = 0 if training.compile else CHUNKED_LOGITS if chunks else KEPT_LOGITS  # compiled: in place
         self.single = devices == 1 and self.parallel.offload != "parameters"
         chosen = dtype or (training.dtype if training.dtype != "auto" else "bfloat16")
         state = "float64" if chosen == "float64" else "float32"
