@@ -11,7 +11,7 @@ from weft.config.legal_mesh import is_legal
 from weft.errors import UserError
 from weft.parallel.stages import balance_layers
 from weft.planner.bounds import Bounds
-from weft.planner.candidates import Space
+from weft.planner.candidates import MeshSpace
 from weft.planner.plan import memory_on, plan_of
 from weft.planner.search import search
 from weft.planner.step import predict
@@ -37,7 +37,7 @@ def machine(memory_gb: float):
 
 def candidates(config, devices, hardware):
     """Returns the bounds, and all candidates with their configs."""
-    space = Space(config, devices, hardware)
+    space = MeshSpace(config, devices, hardware)
     bounds, found = Bounds(space, hardware), []
     for layout in space.layouts():
         for schedule in space.schedules_of(layout):
@@ -122,7 +122,7 @@ def test_layers_are_split_so_that_the_slowest_stage_is_fastest():
 
 def test_uneven_layers_and_a_large_head_have_uneven_stages(run):  # noqa: F811
     config = run(1, "model.vocab_size=65536", "parallel={}", "training.batch_tokens=65536")
-    space = Space(config, 4, machine(100.0))
+    space = MeshSpace(config, 4, machine(100.0))
     layout = next(one for one in space.layouts() if one.pp == 4)
     candidate = next(space.variants(layout, "1f1b", 1))
     layers = Bounds(space, machine(100.0)).stage_layers(candidate)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from weft.config.run import RunConfig
     from weft.observe.console import Console
     from weft.planner.hardware import Hardware
-    from weft.planner.plan import Plans
+    from weft.planner.plan import RunPlans
     from weft.planner.simulate_plan import Compared
     from weft.train.micro_batch import Tried
 
@@ -145,7 +145,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def print_json(
-    args: argparse.Namespace, plans: Plans, measured: list[Tried | None], about: dict, simulated: list[Compared]
+    args: argparse.Namespace, plans: RunPlans, measured: list[Tried | None], about: dict, simulated: list[Compared]
 ) -> None:
     """Prints everything as JSON."""
     import json
@@ -159,7 +159,7 @@ def print_json(
 
 
 def print_text(
-    args: argparse.Namespace, plans: Plans, measured: list[Tried | None], about: dict, simulated: list[Compared]
+    args: argparse.Namespace, plans: RunPlans, measured: list[Tried | None], about: dict, simulated: list[Compared]
 ) -> None:
     """Prints the plans for people."""
     from weft.formatting import counted
@@ -187,7 +187,7 @@ def _days(days: float | None) -> str:
     return "no plan fits" if days is None else f"{days:,.4g}"
 
 
-def write_picture(args: argparse.Namespace, plans: Plans, config: RunConfig, hardware: Hardware) -> None:
+def write_picture(args: argparse.Namespace, plans: RunPlans, config: RunConfig, hardware: Hardware) -> None:
     """Writes the page of `--picture`. With `--keep-mesh` there is no front, since no other plan is searched."""
     from pathlib import Path
 
@@ -237,7 +237,7 @@ def check_trial(args: argparse.Namespace, hardware: Hardware, console: Console) 
         console.warning(f"predicted for {hardware.device.name}, but this machine has {name}; the times will differ")
 
 
-def try_plans(plans: Plans, count: int, console: Console) -> list[Tried | None]:
+def try_plans(plans: RunPlans, count: int, console: Console) -> list[Tried | None]:
     """Returns what real steps of the best plans measured; None for a plan without sufficient memory."""
     if not count:
         return []
@@ -250,7 +250,7 @@ def try_plans(plans: Plans, count: int, console: Console) -> list[Tried | None]:
     return found
 
 
-def simulate(args: argparse.Namespace, plans: Plans) -> list[Compared]:
+def simulate(args: argparse.Namespace, plans: RunPlans) -> list[Compared]:
     """Returns the simulated memory of ranks of the best plan, with `--simulate`.
 
     Raises:
@@ -279,7 +279,7 @@ def load(args: argparse.Namespace, console) -> RunConfig:
     return config
 
 
-def find(args: argparse.Namespace, config: RunConfig, hardware: Hardware) -> tuple[Plans, dict[str, Any]]:
+def find(args: argparse.Namespace, config: RunConfig, hardware: Hardware) -> tuple[RunPlans, dict[str, Any]]:
     """Returns the plans that the arguments ask for; with `--days`, also the days of the numbers of devices tried.
 
     Raises:
@@ -288,18 +288,18 @@ def find(args: argparse.Namespace, config: RunConfig, hardware: Hardware) -> tup
     from functools import partial
 
     from weft.planner.devices_for import devices_for
-    from weft.planner.plan import Plans, plan_of
+    from weft.planner.plan import RunPlans, plan_of
     from weft.planner.search import search
 
     if args.days is not None:
         enough = devices_for(args.days, config, hardware, partial(search, limit=args.limit))
         return enough.plans, {"days": args.days, "tried": enough.tried}
     if args.keep_mesh:
-        return Plans([plan_of(config, args.devices, hardware)], [], 1, 0), {}
+        return RunPlans([plan_of(config, args.devices, hardware)], [], 1, 0), {}
     return search(config, args.devices, hardware, limit=args.limit), {}
 
 
-def find_largest(args: argparse.Namespace, plans: Plans, hardware: Hardware) -> dict[str, int]:
+def find_largest(args: argparse.Namespace, plans: RunPlans, hardware: Hardware) -> dict[str, int]:
     """Returns the largest micro-batch, sequence or model with the mesh of the best plan, under the key `largest_...`.
 
     Raises:

@@ -15,7 +15,7 @@ from operator import mul
 from weft.config.mesh import SPLIT_BACKWARD, V_SHAPED, MeshShape, Schedule
 from weft.config.run import RunConfig
 from weft.parallel.stages import balance_layers, stages_of_rank
-from weft.planner.candidates import Candidate, Layout, Space, Work
+from weft.planner.candidates import Candidate, Layout, MeshSpace, Work
 from weft.planner.communication import Links, mesh_groups
 from weft.planner.hardware import Hardware
 from weft.planner.memory import DEVICE_BYTES, FRAGMENTATION, STATES, in_flight
@@ -35,7 +35,7 @@ class Bounds:
         cpu: whether the device is a CPU.
     """
 
-    def __init__(self, space: Space, hardware: Hardware, *, cpu: bool = False):
+    def __init__(self, space: MeshSpace, hardware: Hardware, *, cpu: bool = False):
         self.space, self.hardware, self.cpu, self.links = space, hardware, cpu, Links(hardware)
         config = space.config
         nodes = -(-space.devices // hardware.node)

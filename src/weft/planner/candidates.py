@@ -35,7 +35,7 @@ PLANNED += ("reduce_gradients", "offload", "async_tp", "cp_method", "pp_schedule
 PLANNED_TRAINING = ("micro_batch_size", "activation_checkpointing")  # such keys of `training`
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, which is fast: `Space` creates each work once
+@dataclass(frozen=True, eq=False)  # compared by identity, which is fast: `MeshSpace` creates each work once
 class Work:
     """What determines the computation of a micro-batch on a rank.
 
@@ -106,7 +106,7 @@ class Candidate:
         return MeshShape(self.layout.pp, data // self.shard, self.shard, work.cp, work.tp, work.ep)
 
 
-class Space:
+class MeshSpace:
     """All plans of a run on a number of devices.
 
     Args:

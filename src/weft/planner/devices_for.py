@@ -10,13 +10,13 @@ from weft.errors import UserError
 from weft.formatting import counted
 from weft.planner.hardware import Hardware
 from weft.planner.no_plan import NoPlan
-from weft.planner.plan import Plans
+from weft.planner.plan import RunPlans
 from weft.planner.search import search
 
 STEPS = 16  # numbers of devices between two powers of two that are tried at most
 MOST = 1 << 20  # devices
 
-Find = Callable[[RunConfig, int, Hardware], Plans]
+Find = Callable[[RunConfig, int, Hardware], RunPlans]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Enough:
             tried: days of the best plan by number of devices, in increasing order; None if no plan fits.
     """
 
-    plans: Plans
+    plans: RunPlans
     tried: dict[int, float | None]
 
 
@@ -77,7 +77,7 @@ class _Tries:
     def __init__(self, wanted: float, config: RunConfig, hardware: Hardware, find: Find):
         self.wanted, self.config, self.hardware, self.find = wanted, config, hardware, find
         self.days: dict[int, float | None] = {}
-        self.found: Plans | None = None
+        self.found: RunPlans | None = None
         self.least, self.ended = 0.0, False
         self.error: UserError | None = None
 

@@ -10,10 +10,10 @@ from weft.config.derive import batch_sequences, sequence_length
 from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.formatting import byte_size, counted
-from weft.planner.candidates import Space
+from weft.planner.candidates import MeshSpace
 from weft.planner.hardware import Hardware, hardware_names, load_hardware
 from weft.planner.memory import memory_of
-from weft.planner.plan import Plan, capacity, needed_bytes
+from weft.planner.plan import RunPlan, capacity, needed_bytes
 
 
 class NoPlan(UserError):
@@ -35,7 +35,7 @@ class TooManyDevices(NoPlan):
 def too_many_devices(config: RunConfig, devices: int, hardware: Hardware) -> TooManyDevices:
     """Returns the error for more devices than layers, heads and batch allow."""
     most = 1 << (devices - 1).bit_length() - 1  # powers of 2 are enough for a hint
-    while most > 1 and not Space(config, most, hardware, within=False).possible():
+    while most > 1 and not MeshSpace(config, most, hardware, within=False).possible():
         most //= 2
     sequences, length = batch_sequences(config), sequence_length(config)
     layers = getattr(config.model, "num_hidden_layers", None)
@@ -46,7 +46,7 @@ def too_many_devices(config: RunConfig, devices: int, hardware: Hardware) -> Too
     )
 
 
-def nothing_fits(nearest: Sequence[Plan], hardware: Hardware) -> NoPlan:
+def nothing_fits(nearest: Sequence[RunPlan], hardware: Hardware) -> NoPlan:
     """Returns the error for a search in which nothing fits, with remedies in the order of their cost.
 
     Args:
@@ -64,7 +64,7 @@ def nothing_fits(nearest: Sequence[Plan], hardware: Hardware) -> NoPlan:
     return NoPlan(f"no plan fits {where}: the nearest, {describe(plan)}, {what}; remedies by cost: {remedies}")
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: RunPlan) -> str:
     """Returns a plan in short: mesh, micro-batch, recomputation and offloading."""
     sizes = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items() if size > 1) or "one rank"
     checkpointing, offload = plan.training["activation_checkpointing"], plan.config.parallel.offload
@@ -72,7 +72,7 @@ def describe(plan: Plan) -> str:
     return text if offload == "none" else f"{text}, offload {offload}"
 
 
-def _remedies(plan: Plan, hardware: Hardware) -> list[str]:
+def _remedies(plan: RunPlan, hardware: Hardware) -> list[str]:
     """Returns five changes from cheap to expensive, each with the memory that the nearest plan would then need."""
     config, length = plan.config, sequence_length(plan.config)
 
@@ -94,7 +94,7 @@ def _remedies(plan: Plan, hardware: Hardware) -> list[str]:
     return found[:5]
 
 
-def _with_more_devices(plan: Plan, hardware: Hardware) -> str:
+def _with_more_devices(plan: RunPlan, hardware: Hardware) -> str:
     devices = plan.devices
     for _ in range(10):
         devices *= 2
@@ -112,7 +112,7 @@ def _devices() -> list[tuple[float, str]]:
     return sorted((load_hardware(name).device.memory_gb, name) for name in hardware_names() if name[:3] != "cpu")
 
 
-def _larger_device(plan: Plan, hardware: Hardware) -> str | None:
+def _larger_device(plan: RunPlan, hardware: Hardware) -> str | None:
     needed = max(one.total for one in memory_of(plan.config, plan.devices))
     name = next((name for memory, name in _devices() if memory * 1e9 >= needed), None)
     return None if name is None or hardware.device.kind == "cpu" else f"--hardware {name} or another larger device"

@@ -18,7 +18,7 @@ from weft.planner.units import compute_dtype
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A config on a number of devices, with its predicted time and memory.
 
     Attributes:
@@ -120,7 +120,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Plans:
+class RunPlans:
     """The result of a search.
 
     Attributes:
@@ -131,8 +131,8 @@ class Plans:
         exact: whether no other plan can be faster; otherwise some were skipped by estimates of their time.
     """
 
-    best: list[Plan]
-    near: list[Plan]
+    best: list[RunPlan]
+    near: list[RunPlan]
     predicted: int
     considered: int
     exact: bool = True
@@ -158,7 +158,7 @@ def capacity(hardware: Hardware) -> float:
     return hardware.device.memory_gb * 1e9
 
 
-def why_slower(first: Plan, second: Plan) -> str:
+def why_slower(first: RunPlan, second: RunPlan) -> str:
     """Returns the parts of a step that make the second plan slower than the first."""
     one, other = first.prediction, second.prediction
     names = {*one.parts, *other.parts}
@@ -177,7 +177,7 @@ def part_name(name: str) -> str:
 OWN_PARTS = ("compute", "recompute", "bubble", "optimizer", "input", "stragglers")
 
 
-def plan_dtype(plan: Plan) -> str:
+def plan_dtype(plan: RunPlan) -> str:
     """Returns the dtype in which a plan computes, on the device of its hardware file."""
     return compute_dtype(plan.config.training.dtype, plan.hardware)
 
@@ -193,11 +193,11 @@ def needed_bytes(config: RunConfig, devices: int, hardware: Hardware) -> float:
     return max(one.total for one in memory_on(config, devices, hardware))
 
 
-def plan_of(config: RunConfig, devices: int, hardware: Hardware) -> Plan:
+def plan_of(config: RunConfig, devices: int, hardware: Hardware) -> RunPlan:
     """Returns a config with its own mesh as a plan.
 
     Raises:
         UserError: the run cannot be predicted, or its mesh is not legal.
     """
     ranks = memory_on(config, devices, hardware)
-    return Plan(config, devices, hardware, predict(config, devices, hardware), ranks)
+    return RunPlan(config, devices, hardware, predict(config, devices, hardware), ranks)

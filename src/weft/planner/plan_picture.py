@@ -12,7 +12,7 @@ from weft.observe.report import render
 from weft.observe.scatter import Points, scatter_svg
 from weft.planner.hardware import Hardware
 from weft.planner.no_plan import NoPlan
-from weft.planner.plan import Plan, Plans, capacity
+from weft.planner.plan import RunPlan, RunPlans, capacity
 from weft.planner.search import search
 from weft.planner.timeline import Event
 
@@ -33,7 +33,7 @@ BORDER = ' stroke="#ffffff" stroke-width="0.4"'
 KINDS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}  # actions of a pipeline schedule
 
 
-def front(plans: Plans, config: RunConfig, devices: int, hardware: Hardware) -> list[Plan]:
+def front(plans: RunPlans, config: RunConfig, devices: int, hardware: Hardware) -> list[RunPlan]:
     """Returns plans of which none needs less memory and less time than another, from fast to slow.
 
     Searches again and again with a memory limit of `LESS` times the memory of the plan before (the epsilon-constraint
@@ -51,13 +51,13 @@ def front(plans: Plans, config: RunConfig, devices: int, hardware: Hardware) -> 
             plan = search(config, devices, hardware.model_copy(update={"device": device}), limit=1).best[0]
         except NoPlan:
             break
-        found.append(Plan(plan.config, devices, hardware, plan.prediction, plan.ranks))
+        found.append(RunPlan(plan.config, devices, hardware, plan.prediction, plan.ranks))
     # A search that skips candidates by estimates can miss a plan that a later search finds.
     seconds = [plan.prediction.step_seconds for plan in found]
     return [plan for place, plan in enumerate(found) if seconds[place] <= min(seconds[place:])]
 
 
-def plans_page(plans: Plans, on_front: Sequence[Plan], title: str) -> str:
+def plans_page(plans: RunPlans, on_front: Sequence[RunPlan], title: str) -> str:
     """Returns an HTML page without scripts: the plans by memory and time, and a step of the best plan.
 
     Args:
@@ -77,15 +77,15 @@ def plans_page(plans: Plans, on_front: Sequence[Plan], title: str) -> str:
     )
 
 
-def mesh_text(plan: Plan) -> str:
+def mesh_text(plan: RunPlan) -> str:
     """Returns the axes of a plan with more than one rank."""
     return " ".join(f"{axis} {size}" for axis, size in plan.axes.items() if size > 1) or "one rank"
 
 
-def memory_and_time(plans: Plans, on_front: Sequence[Plan]) -> str:
+def memory_and_time(plans: RunPlans, on_front: Sequence[RunPlan]) -> str:
     """Returns an SVG of the plans by memory per rank and seconds per step."""
 
-    def places(of: Sequence[Plan]) -> list[tuple[float, float]]:
+    def places(of: Sequence[RunPlan]) -> list[tuple[float, float]]:
         return [(plan.memory.total / 1e9, plan.prediction.step_seconds) for plan in of]
 
     series = [Points("least time with this memory", places(on_front), line=True, color=0)] if len(on_front) > 1 else []
@@ -103,7 +103,7 @@ def memory_and_time(plans: Plans, on_front: Sequence[Plan]) -> str:
     )
 
 
-def timeline_svg(plan: Plan) -> str:
+def timeline_svg(plan: RunPlan) -> str:
     """Returns an SVG of the first micro-batches of a step: a lane for each pipeline rank and stream."""
     lanes = [
         (f"rank {rank}: {stream}" if len(plan.prediction.stages) > 1 else stream, events)

@@ -15,12 +15,12 @@ from weft.files import replace_file, report_write_errors
 from weft.formatting import amount, byte_size, counted, timing
 from weft.planner.candidates import PLANNED
 from weft.planner.hardware import Hardware
-from weft.planner.plan import Plan, Plans, capacity, part_name
+from weft.planner.plan import RunPlan, RunPlans, capacity, part_name
 
 MARK = "# Written by weft plan"
 
 
-def plans_text(plans: Plans, title: str, hardware: Hardware) -> str:
+def plans_text(plans: RunPlans, title: str, hardware: Hardware) -> str:
     """Returns the table of the plans, the first plan in detail, why the second is slower, and near misses."""
     best, lines = plans.best[0], [title, ""]
     lines += table([_row(number, plan) for number, plan in enumerate(plans.best, 1)], HEAD)
@@ -37,7 +37,7 @@ def plans_text(plans: Plans, title: str, hardware: Hardware) -> str:
 HEAD = ["", "mesh", "micro", "recompute", "other keys", "memory", "step", "tokens/s", "MFU", "days"]
 
 
-def _row(number: int, plan: Plan) -> list[str]:
+def _row(number: int, plan: RunPlan) -> list[str]:
     others = [f"{key}: {_short(value)}" for key, value in plan.parallel.items() if key not in plan.axes]
     costs, training, predicted = plan.costs(), plan.training, plan.prediction
     return [
@@ -61,7 +61,7 @@ def _short(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _details(plan: Plan, hardware: Hardware) -> list[str]:
+def _details(plan: RunPlan, hardware: Hardware) -> list[str]:
     predicted, costs = plan.prediction, plan.costs()
     worst = max(range(len(plan.ranks)), key=lambda rank: plan.ranks[rank].total)
     where = f", pipeline rank {worst}" if len(plan.ranks) > 1 else ""
@@ -105,7 +105,7 @@ def check_out(out: Path) -> None:
         raise UserError(f"{out}: this file exists and is not a plan; choose another name for --apply")
 
 
-def write_plan(plan: Plan, file: str, out: Path) -> None:
+def write_plan(plan: RunPlan, file: str, out: Path) -> None:
     """Writes a run file that extends another and has the keys of a plan.
 
     Args:

@@ -18,10 +18,10 @@ from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.formatting import counted
 from weft.planner.bounds import Bounds
-from weft.planner.candidates import Candidate, Layout, Space
+from weft.planner.candidates import Candidate, Layout, MeshSpace
 from weft.planner.hardware import Hardware
 from weft.planner.no_plan import NoPlan, nothing_fits, too_many_devices
-from weft.planner.plan import Plan, Plans, capacity, memory_on, plan_of
+from weft.planner.plan import RunPlan, RunPlans, capacity, memory_on, plan_of
 from weft.planner.step import predict
 
 NEAR = 1.25  # times the device's memory that a plan may need to be shown as a near miss
@@ -31,7 +31,7 @@ MOST = 600_000  # simulated passes of a search
 TRIED = 24  # candidates whose memory is computed to find the nearest
 
 
-def search(config: RunConfig, devices: int, hardware: Hardware, *, limit: int = 5) -> Plans:
+def search(config: RunConfig, devices: int, hardware: Hardware, *, limit: int = 5) -> RunPlans:
     """Returns the fastest plans that fit.
 
     Args:
@@ -47,10 +47,10 @@ def search(config: RunConfig, devices: int, hardware: Hardware, *, limit: int = 
     """
     if not isinstance(config.model, ModelSection) or config.model.vocab_size is None:
         plan_of(config, devices, hardware)  # raises
-    found = Search(Space(config, devices, hardware), hardware, limit)
+    found = MeshSearch(MeshSpace(config, devices, hardware), hardware, limit)
     found.run()
     if not found.best and devices > hardware.node:
-        found = Search(Space(config, devices, hardware, within=False), hardware, limit)
+        found = MeshSearch(MeshSpace(config, devices, hardware, within=False), hardware, limit)
         found.run()
     if not found.best and not found.considered:
         if given := found.space.given:
@@ -63,7 +63,7 @@ def search(config: RunConfig, devices: int, hardware: Hardware, *, limit: int = 
     return plans
 
 
-class Search:
+class MeshSearch:
     """A search for the fastest plans.
 
     Args:
@@ -78,11 +78,11 @@ class Search:
         predicted: number of candidates whose time was predicted.
     """
 
-    def __init__(self, space: Space, hardware: Hardware, limit: int):
+    def __init__(self, space: MeshSpace, hardware: Hardware, limit: int):
         self.space, self.hardware, self.limit = space, hardware, limit
         self.bounds, self.capacity = Bounds(space, hardware, cpu=hardware.device.kind == "cpu"), capacity(hardware)
         self.host = hardware.host.memory_gb * 1e9
-        self.best: dict[tuple[int, ...], Plan] = {}
+        self.best: dict[tuple[int, ...], RunPlan] = {}
         self.misses: dict[tuple[int, ...], tuple[float, Candidate]] = {}
         self.close: dict[tuple[int, ...], tuple[float, Candidate]] = {}
         self.ratios: list[float] = []
@@ -165,19 +165,19 @@ class Search:
         bound = self.bounds.seconds(candidate) if candidate.layout.pp == 1 else self.bounds.tight_seconds(candidate)
         self.ratios.append(step.step_seconds / bound)
         if step.step_seconds < self._seconds_of(candidate):
-            self.best[candidate.key] = Plan(config, devices, self.hardware, step, ranks)
+            self.best[candidate.key] = RunPlan(config, devices, self.hardware, step, ranks)
             if len(self.best) >= self.limit:
                 every = sorted(plan.prediction.step_seconds for plan in self.best.values())
                 self.worst = every[self.limit - 1]
 
-    def result(self) -> Plans:
+    def result(self) -> RunPlans:
         """Returns the plans found."""
         best = sorted(self.best.values(), key=lambda plan: plan.prediction.step_seconds)
         fastest = best[0].prediction.step_seconds if best else float("inf")
         exact = self.passes < EXACT
-        return Plans(best[: self.limit], self.near(fastest), self.predicted, self.considered, exact)
+        return RunPlans(best[: self.limit], self.near(fastest), self.predicted, self.considered, exact)
 
-    def near(self, fastest: float) -> list[Plan]:
+    def near(self, fastest: float) -> list[RunPlan]:
         """Returns plans that do not fit and would be faster; without plans that fit, those that need least.
 
         Args:
@@ -185,7 +185,7 @@ class Search:
         """
         known = self.close if self.best else self.misses
         nearest = sorted(known.values(), key=lambda one: one[0])
-        plans: list[Plan] = []
+        plans: list[RunPlan] = []
         for _, candidate in nearest[:TRIED]:
             config = self.space.config_of(candidate, self.bounds.stage_layers(candidate))
             if self.bounds.seconds(candidate) >= fastest or not is_legal(config, self.space.devices):

@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.formatting import byte_size
 from weft.planner.memory import Memory, memory_of
-from weft.planner.plan import Plan, plan_dtype
+from weft.planner.plan import RunPlan, plan_dtype
 from weft.planner.plan_text import table
 
 
@@ -34,7 +34,7 @@ class Compared:
         return found
 
 
-def simulate_plan(plan: Plan) -> list[Compared]:
+def simulate_plan(plan: RunPlan) -> list[Compared]:
     """Simulates rank 0 of a plan and the first rank of the pipeline stages that need most.
 
     Raises:
