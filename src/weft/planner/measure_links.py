@@ -1,7 +1,9 @@
 """Measures collectives between ranks, and fits lines of time over bytes to them (the alpha-beta model).
 
 Groups are those of meshes: `nodes` hosts with the same number of adjacent ranks on each. All groups of a kind work at
-the same time, as in training, and the slowest counts.
+the same time, as in training, and the slowest counts. A matrix product precedes each collective, as in training, and
+its time is subtracted: after computation, ranks are not in step, threads wake up and caches have other data, so that a
+collective takes longer than one of many in a row.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ FASTEST = 1e5  # GB/s, the most that hardware files accept
 CALLS = CHUNKS + 2  # of a collective, at least
 LEAST_SIZES = 4  # of a line
 MOST_CALLS = 40  # of a chunk
-PRODUCT = {"cpu": 512, "cuda": 4096}  # size of the matrix products beside which a collective runs
+PRODUCT = {"cpu": 512, "cuda": 4096}  # size of the matrix products beside which, or after which, a collective runs
+LEAST_SECONDS = 1e-7  # of a collective: a difference of two measurements may be negative
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ def measure_links(
     ranks = dist.get_world_size()
     sizes, found = group_sizes(ranks, per_host), []
     budget = seconds / (len(sizes) * len(KINDS) * len(SIZES[device.type]))
+    one, other = (torch.randn(PRODUCT[device.type], PRODUCT[device.type], device=device) for _ in range(2))
     for size in sizes:
         group, _ = dist.new_subgroups_by_enumeration(groups_of(size, ranks, per_host))
         assert isinstance(group, dist.ProcessGroup)
@@ -112,7 +116,8 @@ def measure_links(
                 late = 4 * max(times.values(), default=0.0) * CALLS > budget * len(SIZES[device.type])
                 if late and len(times) >= LEAST_SIZES:  # the next size would take longer than all sizes may
                     break
-                times[count] = _slowest(_collective(kind, count, group, device), device, budget)
+                act = _collective(kind, count, group, device)
+                times[count] = _slowest(act, lambda: torch.mm(one, other), device, budget)
             latency, per_byte, error = fit_line(times)
             found.append(LinkMeasurement(kind, size, times, latency, per_byte, error))
     return found
@@ -144,14 +149,20 @@ def _collective(kind: Collective, size: int, group: dist.ProcessGroup, device: t
     return pass_on
 
 
-def _slowest(act: Callable[[], Any], device: torch.device, budget: float) -> float:
-    """Returns the seconds of a collective on the slowest rank, for which all ranks make the same number of calls."""
+def _slowest(act: Callable[[], Any], compute: Callable[[], Any], device: torch.device, budget: float) -> float:
+    """Returns the seconds of a collective after computation, on the slowest rank. All ranks make as many calls."""
+
+    def both() -> None:
+        compute()
+        act()
+
     for _ in range(2):  # the first call may connect ranks
-        first = _mean(act, device, 1)
+        first = _mean(both, device, 1)
     longest = max(all_gather_object(first))
-    calls = max(1, min(MOST_CALLS, int(budget / CHUNKS / longest)))
-    found = lower_quartile([_mean(act, device, calls) for _ in range(CHUNKS)])
-    return max(all_gather_object(found))
+    calls = max(1, min(MOST_CALLS, int(budget / CHUNKS / longest / 2)))
+    pairs = [(_mean(both, device, calls), _mean(compute, device, calls)) for _ in range(CHUNKS)]
+    found = lower_quartile([one for one, _ in pairs]) - lower_quartile([other for _, other in pairs])
+    return max(LEAST_SECONDS, *all_gather_object(found))
 
 
 def _mean(act: Callable[[], Any], device: torch.device, calls: int) -> float:
