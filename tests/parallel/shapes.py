@@ -155,7 +155,10 @@ def shapes_only(config: RunConfig, world: World) -> Iterator[FakeTensorMode]:
     each = (moe.ranks_per_token(world.shape.ep), moe.num_experts_per_tok) if moe else (0, 0)
     rows, choices = (int(tokens * number) for number in each)
 
-    with without_values(rows, choices) as mode, mock.patch.dict(CHUNK_ELEMENTS, clear=True):  # a thousand chunks take long
+    with (
+        without_values(rows, choices) as mode,
+        mock.patch.dict(CHUNK_ELEMENTS, clear=True),
+    ):  # a thousand chunks take long
         yield mode
 
 
