@@ -4,8 +4,10 @@ import parallelize_counts
 import parallelize_parts
 import pytest
 import torch
+import zoo_parts
 from modules_to_parallelize import inputs_of, make
 from parallelize_counts import slow_device
+from zoo_to_parallelize import ZOO
 
 from weft.planner.parallelize.search import search_plan
 
@@ -37,3 +39,14 @@ def test_predicted_collectives_are_those_that_ranks_have(ranks):
     for predicted, counted in ranks.call(parallelize_counts.predicted_and_counted, 2, seconds=240):
         assert predicted == counted
         assert counted["reduce-scatter"] > 3  # sequence parallelism, in each layer
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("name", list(ZOO))
+def test_found_plans_of_the_zoo_are_one_process(ranks, name, devices):
+    rows = max(1, devices // 2)  # at least one plan has a tensor axis
+    plans = zoo_parts.found_plans(name, devices, rows)
+    assert any(plan["tp"] > 1 for plan in plans)
+    for found in ranks.call(zoo_parts.equal_to_one_process, devices, name, rows, plans, seconds=900):
+        assert max(found) < 1e-9, dict(zip([(p["dp"], p["tp"], p["recompute"]) for p in plans], found, strict=True))

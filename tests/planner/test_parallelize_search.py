@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from llama_on_meta import PerToken, example, make
+from llama_on_meta import MLP, PerToken, example, make
+from parallelize_counts import slow_device
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from weft.errors import UserError
@@ -98,3 +100,24 @@ def test_long_sequences_are_split():
 def test_rows_and_devices_that_do_not_fit_are_refused(rows, devices, message):
     with pytest.raises(UserError, match=message):
         search_plan(PerToken, torch.empty(rows, 64, 512), devices=devices)
+
+
+class MadeConstants(nn.Module):
+    """Makes a tensor on the device of its input, and calls parts of repeated blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"up": MLP(16, 32), "down": MLP(16, 32)}) for _ in range(2))
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1], device=x.device).to(x)
+        for layer in self.layers:
+            x = layer["down"](layer["up"](x * places[:, None]))
+        return torch.stack(torch.unbind(x, 1)[::2]).cummax(0).values  # an operator without a sharding rule
+
+
+def test_constants_and_parts_of_blocks_are_planned():
+    plan, search, _ = search_plan(MadeConstants(), torch.zeros(1, 8, 16), devices=2, hardware=slow_device("float32"))
+    assert plan.parameters
+    assert {name.rpartition(".layers")[0] for name in plan.parameters} == {""}
+    assert not [step for step in search.space.unsupported if "to.device" in str(step.node.target)]

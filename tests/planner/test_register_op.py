@@ -3,10 +3,13 @@
 import pytest
 import register_parts
 import torch
+from parallelize_counts import slow_device
+from torch.distributed.tensor import Shard
 
 import weft
 from weft.errors import UserError
 from weft.planner.parallelize.register_op import Annotation, wrong_splits
+from weft.planner.parallelize.search import search_plan
 
 
 @pytest.mark.xdist_group("ranks")
@@ -17,6 +20,38 @@ def test_a_registered_operation_runs_on_parts_and_equals_one_process(ranks):
         assert max(dp, tp) < 1e-12
         assert by_rows == ((2, 8), False)  # half of the batch
         assert by_columns == ((4, 4), False)  # half of the hidden dimension
+
+
+@pytest.mark.xdist_group("ranks")
+def test_the_search_splits_registered_operations_and_counts_their_work(ranks):
+    torch.manual_seed(0)
+    x = torch.randn(1, 6)  # one row, which only the tensor axis can share
+    plan, search, best = search_plan(register_parts.Net(), x, devices=2, hardware=slow_device("float32"))
+    chosen = {str(step.node.target): one for step, one in zip(search.space.steps, best.strategies, strict=True)}
+    scaled = chosen["scale"]  # needs data, so that only its annotation has a rule
+    assert [one.forward for one in (*scaled.inputs, *scaled.outputs)] == [(Shard(1),), (Shard(0),), (Shard(1),)]
+    assert plan.parameters["weight"] == plan.parameters["inner.weight"] == Shard(0)
+    step = next(one for one in search.space.steps if str(one.node.target) == "scale")
+    assert step.full_forward.bytes == 4 * (8 + 8 + 8)
+    assert scaled.forward.bytes == step.full_forward.bytes / 2
+    cases = [{"tp": 2, "parameters": plan.parameters, "inputs": plan.inputs, "outputs": plan.outputs}]
+    for found in ranks.call(register_parts.equal_to_one_process, 2, cases):
+        ((worst, (shapes, is_sharded)),) = found
+        assert worst < 1e-12
+        assert (shapes, is_sharded) == ((4, 4), False)
+
+
+def test_an_operation_whose_results_have_no_known_size_is_refused():
+    @weft.register_op("b d^ -> b n")
+    def made(x):
+        return x.new_tensor(x.numpy(force=True)[:, :2])
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return made(x)
+
+    with pytest.raises(UserError, match=r"made.*no size for n.*register_fake"):
+        weft.parallelize(Net(), torch.zeros(2, 4), devices=2)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,11 @@ class _Skipped(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["block"], name)
 
+    def _differs(self, *_: Any) -> Any:
+        raise DiffersError(self.group)  # the model calls parts of the block
+
+    __getitem__ = __iter__ = __len__ = __contains__ = _differs
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.repeats.seen.get(self.group) != _shapes((args, kwargs)) or self.group not in self.repeats.form:
             raise DiffersError(self.group)

@@ -21,6 +21,7 @@ from torch import nn
 from weft.errors import UserError
 from weft.planner.parallelize.blocks import DiffersError, repeated_blocks, repeated_once
 from weft.planner.parallelize.containers import call_of, map_tensors
+from weft.planner.parallelize.custom_operations import recorded_operations
 from weft.planner.parallelize.graph import DataDependentError, Graph, convert, depends_on_values
 from weft.planner.parallelize.torch_private import FakeTensorMode, buffers_of, parameters_of
 from weft.torch_private import tree_leaves, tree_map_only
@@ -67,6 +68,7 @@ def capture(module: nn.Module, example_inputs: Any, loss: Callable[..., torch.Te
                 with (
                     repeated_once(module, groups) as repeats,
                     as_islands(module, islands),
+                    recorded_operations(),
                     _returning_tensors(module, loss),
                 ):
                     program = _export(module, args, kwargs)

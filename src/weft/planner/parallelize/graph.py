@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from weft.errors import UserError
+from weft.planner.parallelize.custom_operations import NODE, operation_of
 from weft.torch_private import tree_leaves
 
 
@@ -297,8 +298,11 @@ def _operation(one: fx.Node, refs: Mapping[fx.Node, Any]) -> Node:
     # The key of a call is the module's path; later calls of the same module have a suffix.
     modules = [path for path, _ in (one.meta.get("nn_module_stack") or {}).values() if path]
     kwargs = {key: convert(item) for key, item in one.kwargs.items()}
+    target, args = one.target, tuple(map(convert, one.args))
+    if str(target) == NODE:
+        target, args, kwargs = operation_of(args[1], args[0])
     return Node(
-        one.name, "op", one.target, tuple(map(convert, one.args)), kwargs, outputs,
+        one.name, "op", target, args, kwargs, outputs,
         tuple(path.partition("@")[0] for path in modules), _source(one.stack_trace),
     )  # fmt: skip
 

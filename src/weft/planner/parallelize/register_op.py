@@ -26,6 +26,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from weft.errors import UserError
 from weft.planner.parallelize.axes import replicated_on
+from weft.planner.parallelize.operation_hooks import hooks
 from weft.planner.parallelize.operators import local_part
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -125,6 +126,8 @@ def register_op(annotation: str) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if hooks.capture is not None:
+                return hooks.capture(call, args, kwargs)
             tensors = tuple(one for one in args if isinstance(one, torch.Tensor))
             if has_torch_function(tensors):
                 return handle_torch_function(call, tensors, *args, **kwargs)
@@ -152,7 +155,7 @@ def split_call(function: Callable, annotation: Annotation, args: Sequence[Any], 
     mesh: DeviceMesh = next(one.device_mesh for one in args if isinstance(one, DTensor))
     chosen = _choose(annotation, args, sizes, mesh)
     local = [_part(value, group, chosen, mesh) for value, group in zip(args, annotation.inputs, strict=True)]
-    results = function(*local, **kwargs)
+    results = hooks.run(function, annotation, tuple(local), kwargs)
     single = isinstance(results, torch.Tensor)
     found = (results,) if single else tuple(results)
     if len(found) != len(annotation.outputs):

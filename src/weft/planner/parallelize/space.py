@@ -7,6 +7,7 @@ placements that it is given, and strategies follow it. So a choice of strategies
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -28,6 +29,7 @@ from weft.planner.parallelize.strategies import (
 from weft.torch_private import tree_map_only
 
 WIDEST = 48  # trials of one operator at most; those with the fewest different placements come first
+WIDEST_FULL = 256  # likewise, of the placements from which the inputs of an operation are gathered
 NOWHERE: Placed = (Replicate(),)
 NONE = (False,)
 
@@ -175,8 +177,13 @@ class Space:
                     self.steps[ref.node].kept.add(ref.index)
             back = self.trials.backward((step.key, whole), full, tuple(NONE for _ in full.outputs))
             step.full_backward = back[1] if back is not None else Work()
-        if not step.trials and step not in self.unsupported:
-            self.unsupported.append(step)
+        if not step.trials:  # DTensor cannot run it: the runtime calls it with full tensors
+            step.forwards = [{NOWHERE} for _ in step.outputs]
+            tensors_of = [*metas, *(one for one in step.outputs if one is not None)]
+            step.full_forward = Work(bytes=sum(one.bytes for one in tensors_of), calls=1)
+            step.full_backward = step.full_forward if any(step.trained) else Work()
+            if step not in self.unsupported:
+                self.unsupported.append(step)
 
     def _backward(self) -> None:
         """Makes strategies from trials: for each, with the gradients that the following operations hand back."""
@@ -192,29 +199,33 @@ class Space:
                     wanted.setdefault(ref, set()).add(state.partial)
 
     def _strategies(self, step: Step, flags: Sequence[set[tuple[bool, ...]]]) -> Iterator[Strategy]:
-        if str(step.node.target) == ISLAND:  # the runtime gathers what an island takes
-            for one in sorted(self.steps[step.inputs[0].node].forwards[step.inputs[0].index], key=str):
-                meta = self.meta(step.inputs[0])
-                forward = Work(moves=[Move(meta, one, NOWHERE)] if one != NOWHERE else [])
-                yield Strategy((State(one),), tuple(State(NOWHERE) for _ in step.outputs), forward, Work())
-        elif step.kind == "op":
-            yield from self._of_operation(step, flags)
+        if step.kind == "op":
+            found = [] if str(step.node.target) == ISLAND else list(self._of_operation(step, flags))
+            yield from found
+            if not any(all(one.forward == NOWHERE for one in each.inputs) for each in found):
+                yield from self._on_full_tensors(step)
         elif step.kind in ("enter", "leave"):
             yield from self._of_place(step, flags[0])
         elif step.kind == "output":
-            choices = [sorted(self.steps[ref.node].forwards[ref.index], key=str) for ref in step.inputs]
-            for placed in product(*choices):
-                moves = [
-                    Move(self.meta(ref), one, NOWHERE)
-                    for ref, one in zip(step.inputs, placed, strict=True)
-                    if one != NOWHERE
-                ]
-                yield Strategy(tuple(map(State, placed)), (), Work(moves=moves), Work())
+            yield from self._on_full_tensors(step)
         else:
             for one in sorted(step.forwards[0], key=str):
                 for partial in sorted(flags[0] if step.trained[0] else {NONE}):
                     if _possible(one, partial):
                         yield Strategy((), (State(one, partial),), Work(), Work())
+
+    def _on_full_tensors(self, step: Step) -> Iterator[Strategy]:
+        """Strategies of an operation whose inputs the runtime gathers, with any placement of them."""
+        choices = [sorted(self.steps[ref.node].forwards[ref.index], key=str) for ref in step.inputs]
+        outputs = tuple(State(NOWHERE) if one is not None else None for one in step.outputs)
+        for placed in sorted(product(*choices), key=lambda each: sum(one != NOWHERE for one in each))[:WIDEST_FULL]:
+            moves = [
+                Move(self.meta(ref), one, NOWHERE)
+                for ref, one in zip(step.inputs, placed, strict=True)
+                if one != NOWHERE
+            ]
+            forward = replace(step.full_forward, moves=moves)
+            yield Strategy(tuple(map(State, placed)), outputs, forward, step.full_backward)
 
     def _of_operation(self, step: Step, flags: Sequence[set[tuple[bool, ...]]]) -> Iterator[Strategy]:
         for placed, trial in step.trials:

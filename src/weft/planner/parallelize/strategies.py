@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft.planner.compute import BACKWARD_ATTENTION
+from weft.planner.parallelize.custom_operations import Custom, without_data
 from weft.planner.parallelize.functions import Functions
 from weft.planner.parallelize.graph import Meta, Node, Ref
+from weft.planner.parallelize.operation_hooks import run_by
 from weft.planner.parallelize.torch_private import (
     mesh_without_processes,
     replicate_what_has_no_rule,
@@ -57,6 +59,7 @@ class Trial:
         inputs: the inputs of the trial.
         results: the outputs of the trial.
         fused: whether the operator is attention.
+        stood_in: whether a custom operation did not run, because it needs data.
     """
 
     outputs: tuple[Placed | None, ...]
@@ -67,6 +70,7 @@ class Trial:
     inputs: list[DTensor]
     results: tuple[Any, ...]
     fused: bool = False
+    stood_in: bool = False
 
 
 def normal(placed: Placed) -> Placed:
@@ -105,6 +109,7 @@ class Trials:
         self.known: dict[Any, Trial | None] = {}
         self.backwards: dict[Any, tuple[tuple[Sums, ...], Work] | None] = {}
         self.errors: dict[Any, str] = {}
+        self.runs: dict[Custom, bool] = {}  # custom operations: whether they run without data
 
     def place(self, meta: Meta, placed: Placed, trained: bool) -> DTensor:
         """Returns a DTensor without data."""
@@ -141,14 +146,17 @@ class Trials:
         given = [self.place(meta, one, trained) for (meta, trained), one in zip(tensors, placed, strict=True)]
         remaining = iter(given)
         args, kwargs = tree_map_only(Ref, lambda _: next(remaining), (node.args, node.kwargs))
+        args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
         saved: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             saved.append(tensor)
             return tensor
 
+        stand_in = self._stand_in(node, tensors)
+
         def call() -> Any:
-            with self.mode:
+            with self.mode, run_by(stand_in):
                 return function_of(node.target)(*args, **kwargs)
 
         with watch():
@@ -166,10 +174,34 @@ class Trials:
                 return None
             found.append(placements)
         trial = Trial(tuple(found), work, frozenset(), frozenset(), 0.0, given, results)
+        if stand_in is not None:
+            locals_of = [one.to_local() for one in (*given, *results) if isinstance(one, DTensor)]
+            work.bytes, work.calls = sum(one.numel() * one.itemsize for one in locals_of), 1
+            trial.stood_in = True
         _note_saved(trial, saved)
         if str(node.target) == ATTENTION:
             _fuse(trial, causal=bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False)))
         return trial
+
+    def _stand_in(self, node: Node, tensors: Sequence[tuple[Meta, bool]]) -> Callable | None:
+        """Returns what runs for a custom operation that does not run without data; None if it does, or for others."""
+        if not isinstance(node.target, Custom):
+            return None
+        if node.target not in self.runs:
+            given = [
+                torch.empty(meta.shape, dtype=meta.dtype, device="meta", requires_grad=meta.dtype.is_floating_point)
+                for meta, _ in tensors
+            ]
+            remaining = iter(given)
+            args, kwargs = tree_map_only(Ref, lambda _: next(remaining), (node.args, node.kwargs))
+            try:
+                out = node.target(*args, **kwargs)
+                leaves = [one for one in (out if isinstance(out, tuple | list) else [out]) if one.requires_grad]
+                torch.autograd.backward(leaves, [torch.empty_like(one) for one in leaves])
+                self.runs[node.target] = True
+            except Exception:  # any error: the operation needs data
+                self.runs[node.target] = False
+        return None if self.runs[node.target] else without_data(node.outputs)
 
     def backward(
         self, key: Any, trial: Trial, partial: tuple[Sums | None, ...]
@@ -221,6 +253,8 @@ class Trials:
             if target != got:
                 work.moves.append(Move(Meta(tuple(gradient.shape), gradient.dtype), got, target))
             found_sums.append(flags)
+        if trial.stood_in:
+            work.bytes, work.calls = 2 * trial.work.bytes, 1
         if trial.fused:
             work.bytes = 2 * trial.work.bytes
             work.flops, work.products = trial.work.flops * BACKWARD_ATTENTION, 5
