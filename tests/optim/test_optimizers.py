@@ -35,6 +35,16 @@ def test_orthogonalize_keeps_singular_vectors_and_levels_singular_values(shape):
     assert torch.linalg.svdvals(result).median() > 0.65
 
 
+def test_a_cpu_without_bfloat16_instructions_orthogonalizes_in_float32(monkeypatch):
+    matrices, found = torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(0)), {}
+    for native, dtype in ((True, torch.bfloat16), (None, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("weft.optim.muon.multiplies_bfloat16", lambda native=native: native)
+        found[native] = orthogonalize(matrices, 5)
+        assert found[native].dtype == dtype
+    assert torch.allclose(found[False], orthogonalize(matrices.double(), 5).float(), atol=1e-5)
+    assert torch.allclose(found[False], found[True].float(), atol=0.1)
+
+
 def test_muon_follows_its_definition_for_matrices_and_adamw_elsewhere():
     torch.manual_seed(0)
     matrix, vector = (nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in ((12, 6), (6,)))

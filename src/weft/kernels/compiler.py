@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from weft.files import cache_folder, locked, partial_path
+from weft.kernels.processor import cpuinfo
 from weft.kernels.torch_private import compile_graph, default_folder, forget_compiled_code
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the environment variable in which Inductor finds the folder of its cache
@@ -53,11 +54,7 @@ def use_user_cache() -> None:
 @cache
 def _processor() -> str:
     """Returns a digest of the processor's instruction sets."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        features = "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
-    except OSError:
-        features = platform.processor()
+    features = "".join(cpuinfo("flags", "Features")) or platform.processor()
     return hashlib.sha256(f"{platform.machine()} {features}".encode()).hexdigest()[:12]
 
 

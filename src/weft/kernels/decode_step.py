@@ -19,6 +19,8 @@ from ctypes import POINTER, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
+from weft.kernels.processor import cpuinfo
+
 SOURCES = Path(__file__).parent / "native"
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
 MAX_ROWS = 32  # tokens per step
@@ -139,11 +141,7 @@ def _path(compiler: str) -> Path:
     digest = hashlib.sha256(version + " ".join(FLAGS).encode() + platform.machine().encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        digest.update("".join(sorted({line for line in lines if line.startswith(("flags", "Features"))})).encode())
-    except OSError:
-        digest.update(platform.processor().encode())
+    digest.update(("".join(cpuinfo("flags", "Features")) or platform.processor()).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "kernels"
     return folder / f"decode_step-{digest.hexdigest()[:20]}.so"
 

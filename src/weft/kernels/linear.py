@@ -6,11 +6,10 @@ them for all: 230 GFLOP/s on a core of an AMD EPYC, instead of 105.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 
+from weft.kernels.processor import vendor
 from weft.torch_private import multiply_onednn
 
 LEAST_WORK = 1 << 22  # multiplications; smaller products take less time than the call of a custom operator
@@ -48,16 +47,7 @@ def onednn_is_faster() -> bool:
     """
     if multiply_onednn is None or not torch.backends.mkldnn.is_available() or not torch.backends.mkl.is_available():
         return False
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and _vendor() == "AuthenticAMD"
-
-
-def _vendor() -> str | None:
-    """Returns the processor's maker as Linux reports it; None on other systems."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), None)
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and vendor() == "AuthenticAMD"
 
 
 ONEDNN = onednn_is_faster()  # read once: compiled code does not call the function

@@ -9,6 +9,8 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from weft.kernels.processor import multiplies_bfloat16
+
 # Coefficients of the quintic Newton-Schulz iteration: five steps bring singular values to about 1, not exactly to 1.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
@@ -24,7 +26,8 @@ class Muon(torch.optim.AdamW):
         lr: peak learning rate of the matrices of hidden layers. The schedule scales all learning rates by the same
             factor.
         momentum: Nesterov momentum of the matrices.
-        ns_steps: number of Newton-Schulz iterations, which run in bfloat16 (float64 for float64 parameters).
+        ns_steps: number of Newton-Schulz iterations, which run in bfloat16 (float64 for float64 parameters; float32 on
+            a CPU without instructions for bfloat16).
         weight_decay: decoupled weight decay. Parameters that `optimizer.no_decay` lists have none.
         embedding_lr: AdamW's learning rate for embeddings.
         head_lr: AdamW's learning rate for the output head.
@@ -106,10 +109,13 @@ def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
         steps: number of iterations.
 
     Returns:
-        Matrices of the same shape, in bfloat16 (float64 for float64), with singular values between about 0.7 and 1.2.
+        Matrices of the same shape, with singular values between about 0.7 and 1.2. The dtype is bfloat16; it is float64
+        for float64, and float32 on a CPU without instructions for bfloat16.
     """
     a, b, c = QUINTIC
-    x = matrices if matrices.dtype == torch.float64 else matrices.to(torch.bfloat16)
+    emulated = matrices.device.type == "cpu" and multiplies_bfloat16() is False
+    dtype = torch.float32 if emulated else torch.bfloat16
+    x = matrices if matrices.dtype == torch.float64 else matrices.to(dtype)
     tall = x.size(1) > x.size(2)
     if tall:
         x = x.mT

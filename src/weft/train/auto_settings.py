@@ -17,6 +17,7 @@ import torch
 
 from weft.config.training import TrainingSection
 from weft.errors import UserError
+from weft.kernels.processor import multiplies_bfloat16
 from weft.processes import usable_cores
 
 if TYPE_CHECKING:
@@ -111,10 +112,13 @@ def kernels_of(training: TrainingSection) -> Iterator[None]:
 def bfloat16_is_faster(device: torch.device) -> bool:
     """Whether bfloat16 is clearly faster than float32 on this device.
 
-    On a GPU: whether the GPU supports bfloat16. Otherwise a small matmul is timed in both dtypes.
+    On a GPU: whether the GPU supports bfloat16. On a CPU: whether the CPU has instructions for it. If that is not
+    known, a small matmul is timed in both dtypes.
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
+    if device.type == "cpu" and (native := multiplies_bfloat16()) is not None:
+        return native
 
     def seconds(dtype: torch.dtype) -> float:
         a, b = torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
