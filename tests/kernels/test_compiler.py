@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import torch
 
@@ -21,6 +22,22 @@ def test_the_folder_is_the_users(monkeypatch, tmp_path):
     assert os.environ[compiler.FOLDER] == str(folder)
     assert folder.name.startswith(f"torch-{torch.__version__}-")
     assert folder.stat().st_mode & 0o77 == 0  # others cannot put code there
+
+
+def test_the_least_recently_used_files_are_deleted_above_the_limit(tmp_path):
+    now, ages = time.time(), {"new": 0, "read": 7300, "old": 9000, "older": 9500, "oldest": 9900, "some.lock": 99999}
+    for name, age in ages.items():
+        file = tmp_path / "torch-1" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(bytes(100))
+        read = now - age
+        os.utime(file, (read, read - 5000 if name == "read" else read))  # written before all others, but read later
+    compiler.limit_size(tmp_path, limit=500)
+    assert len(list(tmp_path.rglob("*"))) == 1 + len(ages)  # 500 bytes of code: nothing to do
+    compiler.limit_size(tmp_path, limit=400)
+    assert {file.name for file in (tmp_path / "torch-1").iterdir()} == {"new", "read", "old", "some.lock"}
+    compiler.limit_size(tmp_path, limit=0)
+    assert {file.name for file in (tmp_path / "torch-1").iterdir()} == {"new", "some.lock"}  # in use
 
 
 def test_without_a_folder_that_can_be_written_pytorchs_own_stays(monkeypatch, tmp_path):

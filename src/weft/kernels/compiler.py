@@ -7,6 +7,8 @@ import logging
 import os
 import platform
 import shutil
+import stat
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cache
@@ -15,10 +17,11 @@ from typing import Any
 
 import torch
 
-from weft.files import cache_folder, locked, partial_path
+from weft.files import ABANDONED, cache_folder, locked, partial_path
 from weft.kernels.processor import cpuinfo
 from weft.kernels.torch_private import compile_graph, default_folder, forget_compiled_code
 
+LIMIT = 2 << 30  # bytes of the user's folder; the shapes of a run take 10 to 50 MB, a precompiled header 100
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the environment variable in which Inductor finds the folder of its cache
 log = logging.getLogger("weft")
 _EMPTIED: set[Path] = set()
@@ -40,7 +43,7 @@ def use_user_cache() -> None:
 
     Inductor's default is a folder for temporary files, which does not outlive a restart of the machine. The folder is
     another one for each version of PyTorch and each kind of processor, because hosts can share a home directory. If it
-    cannot be written, Inductor's default stays.
+    cannot be written, Inductor's default stays. The folders of all versions together keep at most LIMIT bytes.
     """
     if os.environ.get(FOLDER, default_folder()) != default_folder():  # importing torch._dynamo sets it to the default
         return
@@ -49,6 +52,30 @@ def use_user_cache() -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if os.access(folder, os.W_OK):
             os.environ[FOLDER] = str(folder)
+            limit_size(folder.parent)
+
+
+def limit_size(root: Path, limit: int = LIMIT) -> None:
+    """Deletes the least recently used files below `root` if they exceed `limit` bytes, until 3/4 of it are left.
+
+    A file was used when it was last read (as far as the file system records that) or written. Files used in the last
+    hour stay, because a process can be about to load them. Inductor compiles again what it misses.
+    """
+    files = []
+    for path in root.rglob("*"):
+        with suppress(OSError):  # another process deletes, too
+            found = path.stat()
+            if stat.S_ISREG(found.st_mode) and path.suffix != ".lock":
+                files.append((max(found.st_atime, found.st_mtime), found.st_size, path))
+    left, old = sum(size for _, size, _ in files), time.time() - ABANDONED
+    if left <= limit:
+        return
+    for used, size, path in sorted(files):
+        if left <= 3 * limit // 4 or used > old:
+            break
+        with suppress(OSError):
+            path.unlink()
+            left -= size
 
 
 @cache
