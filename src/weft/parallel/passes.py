@@ -119,7 +119,9 @@ class Passes:
         Dropout is drawn for a micro-batch, with the seed of the micro-batch's first sample. Noise of embeddings is
         drawn for each sample.
         """
-        torch.manual_seed(seed(int(micro_batch.samples[0])))
+        # torch.manual_seed also prepares the generators of absent devices, which takes 0.17 ms.
+        seed_all = torch.default_generator.manual_seed if self.world.device.type == "cpu" else torch.manual_seed
+        seed_all(seed(int(micro_batch.samples[0])))
         if self.noise is not None:
             self.noise.begin(micro_batch, seed)
 
