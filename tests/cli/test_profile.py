@@ -1,6 +1,7 @@
 """`weft profile` on one process and on two: what it leaves, and that it leaves nothing else."""
 
 import json
+import re
 import signal
 import time
 
@@ -108,3 +109,21 @@ def test_a_signal_leaves_no_folder(run_yaml, tmp_path):
     assert "no profile was written" in errors
     assert not list(tmp_path.glob("profiles*"))
     assert not list(tmp_path.glob("weft-profile-*"))
+
+
+def test_the_cost_of_determinism_is_that_of_measured_steps(run_yaml, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("weft.cli.profile.TURNS", 1)
+    path = run_yaml(training={"batch_tokens": 512})
+    before = set(tmp_path.iterdir())
+    assert main(["profile", str(path), "--determinism", "--nproc", "1"]) == 0
+    said = capsys.readouterr().out
+    assert set(tmp_path.iterdir()) == before
+    cost, exact, order = re.search(r"costs ([+-][\d.]+)% of a step: ([\d.e-]+) s, order ([\d.e-]+) s", said).groups()
+    assert float(exact) > 0
+    assert float(cost) == pytest.approx(100 * (float(exact) / float(order) - 1), abs=0.2)
+
+
+def test_the_cost_of_determinism_takes_no_options_of_a_recording(run_yaml, capsys):
+    assert main(["profile", str(run_yaml()), "--determinism", "--steps", "9"]) == 2
+    assert "--steps has no effect with --determinism" in capsys.readouterr().err

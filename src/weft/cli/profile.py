@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import os
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 HELP = "profile the time and memory of training steps"
 GROUP = "train"
+TURNS = 3  # processes of each level that --determinism compares
 DEFAULTS = {"steps": 3, "warmup": 5, "ranks": "all", "out": None}
 
 
@@ -40,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  weft profile run.yaml\n"
         "  weft profile run.yaml training.compile=true --nproc 4 --ranks 0,3 --out compiled\n"
         "  weft profile run.yaml --structure --nproc 16\n"
+        "  weft profile run.yaml --determinism\n"
         "  torchrun --nnodes 2 --nproc-per-node 8 ... -m weft profile run.yaml --out /shared/profile\n\n"
         "exit codes: 0 success; 1 the loss is not finite; 2 an error in the input; 3 a process was killed;\n"
         "130 Ctrl-C; 143 SIGTERM. FOLDER appears only when it is complete."
@@ -59,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the parameters, and the estimated memory of a step. --nproc sets the number of ranks (default: the fewest "
         "that fit the mesh). No ranks are started, and no memory for weights is needed",
     )
+    parser.add_argument(
+        "--determinism",
+        action="store_true",
+        help="record nothing; measure what training.determinism: exact costs beside order, by steps of both in turns",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,8 +75,11 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     ranks = checked_ranks(args)
     if args.structure:
-        refuse_unused(args)
+        refuse_unused(args, "--structure")
         return show_structure(args)
+    if args.determinism:
+        refuse_unused(args, "--determinism")
+        return compare_determinism(args)
 
     def prepare(config: RunConfig) -> tuple[None, list[str]]:
         args.out = str(args.out or default_out(config))
@@ -79,13 +90,43 @@ def run(args: argparse.Namespace) -> int:
     return run_on_ranks(args, "profile", lambda config: profile(config, args, ranks), prepare)
 
 
-def refuse_unused(args: argparse.Namespace) -> None:
-    """Raises UserError if an option has no effect with --structure, or --nproc is below 1."""
+def refuse_unused(args: argparse.Namespace, option: str) -> None:
+    """Raises UserError if another option has no effect with `option`, or --nproc is below 1."""
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc {args.nproc}: use at least 1 process")
-    for name, default in DEFAULTS.items():
-        if getattr(args, name) != default:
-            raise UserError(f"--{name} has no effect with --structure; omit one of the two options")
+    others = [f"--{name}" for name, default in DEFAULTS.items() if getattr(args, name) != default]
+    others += ["--determinism"] * (args.determinism and option != "--determinism")
+    if others:
+        raise UserError(f"{others[0]} has no effect with {option}; omit one of the two options")
+
+
+def compare_determinism(args: argparse.Namespace) -> int:
+    """Measures steps with `training.determinism: order` and `exact` in turns, and prints the cost of `exact`."""
+    from weft.config.run import RunConfig
+    from weft.launch.local import checked_nproc
+    from weft.launch.try_config import try_config
+    from weft.observe.console import Console
+
+    console, seconds = Console(), {"order": [], "exact": []}
+    ranks = checked_nproc(args.nproc)
+    configs = {
+        level: RunConfig.load(args.file, [*args.overrides, f"training.determinism={level}"], ranks=ranks, for_fit=True)
+        for level in seconds
+    }
+    for turn in range(1, TURNS + 1):
+        for level, config in configs.items():
+            console.line(f"turn {turn} of {TURNS}: steps with training.determinism: {level}")
+            tried = try_config(config, ranks)
+            if tried is None:
+                raise UserError("memory is not sufficient for a step; lower training.micro_batch_size")
+            seconds[level].append(tried.seconds)
+    order, exact = statistics.median(seconds["order"]), statistics.median(seconds["exact"])
+    spread = "; ".join(f"{level} {min(found):.4g} to {max(found):.4g} s" for level, found in seconds.items())
+    console.result(
+        f"training.determinism: exact costs {exact / order - 1:+.1%} of a step: {exact:.4g} s, order {order:.4g} s "
+        f"(medians of {TURNS} processes each, in turns; {spread})"
+    )
+    return 0
 
 
 def show_structure(args: argparse.Namespace) -> int:
