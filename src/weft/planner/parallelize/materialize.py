@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from weft.planner.parallelize.torch_private import initializer_of, parameters_of, refresh_flat_weights, was_written
 
-Stored = Callable[[str, Sequence[int]], list[Placement]]  # name and shape of a parameter -> placements
+# name and shape of a parameter -> mesh and placements
+Stored = Callable[[str, Sequence[int]], tuple[DeviceMesh, list[Placement]]]
 Values = Mapping[str, torch.Tensor]
 
 
-def materialize(model: nn.Module, mesh: DeviceMesh, stored: Stored, state_dict: Values | None) -> None:
+def materialize(model: nn.Module, device: str, stored: Stored, state_dict: Values | None) -> None:
     """Replaces the parameters of a module by DTensors, in place. Tied parameters stay tied.
 
     Values come from `state_dict`, or else from the module. Parameters and buffers on the meta device get initial
@@ -31,13 +32,13 @@ def materialize(model: nn.Module, mesh: DeviceMesh, stored: Stored, state_dict: 
         prefix = f"{path}." if path else ""
         old = dict(parameters_of(module))
         if state_dict is not None:
-            _fill(model, module, prefix, mesh.device_type, state_dict, made)
+            _fill(model, module, prefix, device, state_dict, made)
         own = parameters_of(module)
         for name, parameter in old.items():
             if parameter is None:
                 continue
             if parameter not in made:
-                value = distribute(own[name].detach(), mesh, stored(prefix + name, parameter.shape))
+                value = distribute(own[name].detach(), *stored(prefix + name, parameter.shape))
                 made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
             own[name] = made[parameter]
         if own:

@@ -18,6 +18,7 @@ from weft.planner.parallelize.explain import explain
 from weft.planner.parallelize.mesh import mesh_of, start_processes
 from weft.planner.parallelize.placements import PLACEMENTS, placement_of, placement_text
 from weft.planner.parallelize.runtime import Runtime, matches
+from weft.planner.parallelize.stage_run import StagedRuntime, stages_of
 from weft.planner.parallelize.write import PYTHON_DIGEST, write_plan
 
 Table = Mapping[str, Placement]
@@ -44,6 +45,12 @@ class Plan:
         structure: digest of the module that the plan is for; an empty text fits any module.
         notes: pattern or topic -> reason and cost, for people.
         prediction: name -> predicted number, such as seconds of a step.
+        pp: number of ranks of the pipeline axis.
+        stages: pipeline stages; for each, the name of the module with whose call the stage begins ("" for the first),
+            and names of the modules and parameters whose parameters the stage has (`h.0..3` for `h.0` to `h.3`).
+        schedule: name of a schedule of `torch.distributed.pipelining`.
+        micro_batches: number of micro-batches of a call, with stages.
+        loss: outputs -> loss, with stages; None if the module returns its loss. No file has it.
     """
 
     dp: int = 1
@@ -57,11 +64,16 @@ class Plan:
     structure: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
     prediction: Mapping[str, float] = field(default_factory=dict)
+    pp: int = 1
+    stages: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    schedule: str = "1F1B"
+    micro_batches: int = 1
+    loss: Callable[..., torch.Tensor] | None = field(default=None, compare=False, repr=False)
 
     @property
     def devices(self) -> int:
         """Number of ranks of the mesh."""
-        return self.dp * self.tp
+        return self.pp * self.dp * self.tp
 
     def apply(
         self,
@@ -73,6 +85,7 @@ class Plan:
         dtype: torch.dtype | None = None,
         state_dict: Mapping[str, torch.Tensor] | None = None,
         without_data: bool = False,
+        loss: Callable[..., torch.Tensor] | None = None,
     ) -> nn.Module:
         """Makes a module run on the mesh, in place, and returns it. All ranks call `apply`.
 
@@ -83,6 +96,10 @@ class Plan:
 
         Parameters must be equal on all ranks. Parameters on the meta device are created in shards: from `state_dict`,
         or by each module's `reset_parameters()` (for modules of Transformers, `_init_weights`).
+
+        With pipeline stages, a call returns the loss: that of the module, or `loss` of its outputs. It runs the
+        schedule, forward and backward, on equal micro-batches, and returns the mean of their losses. Without gradients
+        (`torch.no_grad()`), it only runs forward. A parameter of other stages than those of this rank has no data here.
 
         Args:
             module: the module, or a function without arguments that returns it.
@@ -96,6 +113,7 @@ class Plan:
                 Parameters and gradients keep their own dtype.
             state_dict: parameters and buffers by name, full tensors, that replace those of the module.
             without_data: leaves tensors on the meta device where they are, to run the module without data.
+            loss: outputs -> scalar loss, the mean over rows; only with stages. Default: the `loss` of the plan.
 
         Raises:
             UserError: the plan is for another module or another number of ranks, or a pattern matches no name.
@@ -106,16 +124,13 @@ class Plan:
         model = module if isinstance(module, nn.Module) else module()
         self.check(model)
         start_processes(self.devices)
-        runtime = Runtime(
-            mesh_of(self.dp, self.tp, mesh),
-            parameters=self.parameters,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            islands=self.islands,
-            recompute=self.recompute,
-            shard_parameters=self.shard_parameters,
-            local=[name for name, value in (("inputs", inputs), ("outputs", outputs)) if value == "local"],
-        )
+        tables = {name: getattr(self, name) for name in (*PLACEMENTS, "islands", "recompute", "shard_parameters")}
+        tables["local"] = [name for name, value in (("inputs", inputs), ("outputs", outputs)) if value == "local"]
+        if self.stages:
+            stages = stages_of(self.pp, self.stages, self.schedule, self.micro_batches)
+            runtime = StagedRuntime(stages, self.dp, self.tp, mesh, loss or self.loss, **tables)
+        else:
+            runtime = Runtime(mesh_of(self.dp, self.tp, mesh), **tables)
         return runtime.apply(model, state_dict, without_data, dtype)
 
     def check(self, module: nn.Module) -> None:
@@ -151,7 +166,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as values of JSON."""
-        found = asdict(replace(self, **{name: {} for name in PLACEMENTS}))
+        found = asdict(replace(self, loss=None, **{name: {} for name in PLACEMENTS}))
+        del found["loss"]
         for name in PLACEMENTS:
             found[name] = {pattern: placement_text(value) for pattern, value in getattr(self, name).items()}
         return found
@@ -161,6 +177,7 @@ class Plan:
         """Returns the plan that `to_json` returned the values of."""
         found: dict[str, Any] = dict(values) | {"recompute": tuple(values.get("recompute", ()))}
         found.pop(PYTHON_DIGEST, None)
+        found["stages"] = tuple((begin, tuple(names)) for begin, names in values.get("stages", ()))
         for name in PLACEMENTS:
             found[name] = {pattern: placement_of(text) for pattern, text in values.get(name, {}).items()}
         return cls(**found)

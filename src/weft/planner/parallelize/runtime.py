@@ -90,7 +90,7 @@ class Runtime:
         self.mode.dtype = dtype
         quiet_redistribution()
         replicate_what_has_no_rule()
-        materialize(model, self.mesh, self._stored, None if without_data else state_dict or {})
+        materialize(model, self.mesh.device_type, self._stored, None if without_data else state_dict or {})
         for name, module in list(model.named_modules()):
             self._wrap(name, module)
         wrap(model, self._convert)
@@ -98,18 +98,18 @@ class Runtime:
 
     # ---- parameters
 
-    def _stored(self, name: str, shape: Sequence[int]) -> list[Placement]:
-        """Returns the placements of a stored parameter: over `dp`, it is sharded in a dimension that `tp` leaves whole.
+    def _stored(self, name: str, shape: Sequence[int]) -> tuple[DeviceMesh, list[Placement]]:
+        """Returns mesh and placements of a stored parameter: over `dp`, it is sharded in a dimension that `tp` leaves whole.
 
         The first dimension that `dp` divides is chosen, or else the largest.
         """
         tp = match(name, self.parameters) or Replicate()
         free = [dim for dim in range(len(shape)) if not (isinstance(tp, Shard) and tp.dim == dim)]
         if not self.shard_parameters or not free or self.dp == 1:
-            return placements_on(self.mesh, Replicate(), tp)
+            return self.mesh, placements_on(self.mesh, Replicate(), tp)
         even = [dim for dim in free if shape[dim] % self.dp == 0]
         dim = even[0] if even else max(free, key=lambda dim: shape[dim])
-        return placements_on(self.mesh, Shard(dim), tp)
+        return self.mesh, placements_on(self.mesh, Shard(dim), tp)
 
     def gather(self, parameter: Any) -> Any:
         """Returns a stored parameter, gathered over `dp`. Its gradient has the placements of the parameter."""

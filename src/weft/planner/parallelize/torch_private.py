@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -51,6 +51,7 @@ NAMES = {
     "torch.distributed.tensor._api:redistribute_local_tensor": "see _dispatch",
     "torch.distributed.tensor._utils:compute_local_shape_and_global_offset": "shapes of their results",
     "torch._subclasses.fake_tensor:FakeTensorMode": "tensors without data on a CPU, to capture a module",
+    "torch._subclasses.fake_tensor:FakeTensor": "see FakeTensorMode",
     "torch.nn:Module._buffers": "see Module._parameters",
     "torch.nn:Module._parameters": "replaces a parameter while a module runs; setattr refuses tensors",
 }
@@ -67,6 +68,11 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
 def buffers_of(module: nn.Module) -> dict[str, Any]:
     """Returns a module's own dict of its direct buffers, in which a tensor can replace a buffer."""
     return module._buffers
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor is one without data of a FakeTensorMode."""
+    return isinstance(tensor, FakeTensor)
 
 
 def mesh_without_processes(ranks: int, axis: str) -> DeviceMesh:
