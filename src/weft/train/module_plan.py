@@ -55,6 +55,11 @@ def planned_module(config: RunConfig, ranks: int, hardware: str, *, fresh: bool)
     changed = section.model_copy(update={"plan": section.plan or own, "hardware": hardware if section.auto else None})
     config = config.model_copy(update={"parallel": changed})
     plan = plan_of(config, ranks, fresh=fresh)
+    if plan.stages:
+        raise UserError(
+            f"parallel.plan: {section.plan} has pipeline stages, which a run does not support; use a plan "
+            "without STAGES, or call plan.apply in a training loop of your own"
+        )
     if plan.devices != ranks:
         raise UserError(
             f"parallel.plan: {section.plan} is for {plan.devices} devices (dp {plan.dp} x tp {plan.tp}), and the run "

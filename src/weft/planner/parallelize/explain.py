@@ -19,12 +19,19 @@ TOPICS = {
 
 def explain(plan: Any) -> str:
     """Returns the mesh, the predictions and the tables of a plan, one line for each pattern, with reason and cost."""
-    lines = [f"mesh       dp {plan.dp} x tp {plan.tp} = {plan.devices} devices"]
+    pipeline = f"pp {plan.pp} x " if plan.stages else ""
+    lines = [f"mesh       {pipeline}dp {plan.dp} x tp {plan.tp} = {plan.devices} devices"]
     if plan.notes.get("hardware"):
         lines.append(f"hardware   {plan.notes['hardware']}")
     how = "sharded over dp" if plan.shard_parameters and plan.dp > 1 else "replicated over dp"
     lines.append(f"parameters {how}" + (", split over tp as below" if plan.parameters else ""))
     lines += _predictions(plan.prediction)
+    if plan.stages:
+        lines.append(f"pipeline   {plan.schedule}, {plan.micro_batches} micro-batches, {len(plan.stages)} stages")
+        for number, (begin, names) in enumerate(plan.stages):
+            note = plan.notes.get(f"stages {number}", "")
+            where = f"begins with {begin}" if begin else "begins the forward"
+            lines.append(f"  stage {number}  {where}; has {', '.join(names)}" + (f"  ({note})" if note else ""))
     if plan.recompute:
         lines.append(f"recompute  {', '.join(plan.recompute)}: activations are computed again in backward")
     for topic, title in TOPICS.items():
@@ -45,9 +52,9 @@ def _predictions(found: Mapping[str, float]) -> list[str]:
     lines = []
     if "step_seconds" in found:
         parts = [
-            f"{name} {timing(found[key])}"
-            for name, key in (("compute", "compute_seconds"), ("tp", "tp_seconds"), ("dp", "dp_seconds"))
-            if key in found
+            f"{name} {timing(found[f'{name}_seconds'])}"
+            for name in ("compute", "tp", "dp", "pp", "bubble")
+            if f"{name}_seconds" in found
         ]
         lines.append(f"step       {timing(found['step_seconds'])} predicted ({', '.join(parts)})")
     if "memory_bytes" in found:
@@ -64,10 +71,19 @@ def _predictions(found: Mapping[str, float]) -> list[str]:
 def difference(one: Any, two: Any) -> list[str]:
     """Returns what two plans do differently, one line for each difference; an empty list if nothing."""
     lines = []
-    for name in ("dp", "tp", "shard_parameters", "recompute", "structure"):
+    for name in ("pp", "dp", "tp", "shard_parameters", "recompute", "structure"):
         first, second = getattr(one, name), getattr(two, name)
         if first != second:
             lines.append(f"{name}: {_plain(first)} -> {_plain(second)}")
+    if one.stages or two.stages:
+        for name in ("schedule", "micro_batches"):
+            first, second = getattr(one, name), getattr(two, name)
+            if first != second:
+                lines.append(f"{name}: {first} -> {second}")
+        for number in range(max(len(one.stages), len(two.stages))):
+            first, second = _stage(one, number), _stage(two, number)
+            if first != second:
+                lines.append(f"stage {number}: {first} -> {second}")
     for topic in TOPICS:
         first, second = getattr(one, topic), getattr(two, topic)
         for pattern in dict.fromkeys([*first, *second]):
@@ -78,6 +94,13 @@ def difference(one: Any, two: Any) -> list[str]:
             show = timing if name == "step_seconds" else byte_size
             lines.append(f"{name}: {show(one.prediction[name])} -> {show(two.prediction[name])}")
     return lines
+
+
+def _stage(plan: Any, number: int) -> str:
+    if number >= len(plan.stages):
+        return "none"
+    begin, names = plan.stages[number]
+    return f"{begin or 'the forward'} ({', '.join(names)})"
 
 
 def _plain(value: Any) -> str:

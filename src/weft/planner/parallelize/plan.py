@@ -18,7 +18,8 @@ from weft.planner.parallelize.explain import explain
 from weft.planner.parallelize.mesh import mesh_of, start_processes
 from weft.planner.parallelize.placements import PLACEMENTS, placement_of, placement_text
 from weft.planner.parallelize.runtime import Runtime, matches
-from weft.planner.parallelize.stage_run import StagedRuntime, stages_of
+from weft.planner.parallelize.stage_run import StagedRuntime
+from weft.planner.parallelize.stage_table import stages_of
 from weft.planner.parallelize.write import PYTHON_DIGEST, write_plan
 
 Table = Mapping[str, Placement]
@@ -140,6 +141,8 @@ class Plan:
                 f"the plan is for a module of the structure {self.structure}, and this {type(module).__name__} has "
                 f"{structure_of(module)}; call weft.parallelize again"
             )
+        if self.stages:
+            stages_of(self.pp, self.stages, self.schedule, self.micro_batches).check(module, self.recompute)
         parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
         for topic, patterns, names in (

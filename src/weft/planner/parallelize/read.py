@@ -15,8 +15,9 @@ from weft.planner.parallelize.plan import Plan
 NAMES = {
     "DP": "dp", "TP": "tp", "SHARD_PARAMETERS": "shard_parameters", "STRUCTURE": "structure",
     "PARAMETERS": "parameters", "INPUTS": "inputs", "OUTPUTS": "outputs", "ISLANDS": "islands",
-    "RECOMPUTE": "recompute",
+    "RECOMPUTE": "recompute", "PP": "pp", "MICRO_BATCHES": "micro_batches", "SCHEDULE": "schedule", "STAGES": "stages",
 }  # fmt: skip  # of the tables in plan.py
+OF_STAGES = ("PP", "MICRO_BATCHES", "SCHEDULE", "STAGES")  # only plans with stages have these
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -30,7 +31,8 @@ def read_plan(path: str | Path) -> Plan:
     if path.suffix == ".json":
         return _from_json(path, text)
     tables = _tables(path, text)
-    missing = [name for name in NAMES if name not in tables]
+    needed = [name for name in NAMES if "STAGES" in tables or name not in OF_STAGES]
+    missing = [name for name in needed if name not in tables]
     if missing:
         raise UserError(f"{path}: no {missing[0]}; it is not a plan of `weft parallelize`")
     plan = Plan(**{NAMES[name]: value for name, value in tables.items()})
@@ -85,6 +87,8 @@ def _read_value(path: Path, name: str, node: ast.expr) -> Any:
             keys = [ast.literal_eval(key) for key in node.keys if key is not None]
             return {key: placement_of(ast.unparse(one)) for key, one in zip(keys, node.values, strict=True)}
         value = ast.literal_eval(node)
-    except (ValueError, UserError) as error:
+        if name == "STAGES":
+            return tuple((str(begin), tuple(map(str, names))) for begin, names in value)
+    except (ValueError, TypeError, UserError) as error:
         raise UserError(f"{path}:{node.lineno}: {name}: {error}; give plain values and Shard(dim)") from error
     return tuple(value) if name == "RECOMPUTE" else value

@@ -99,9 +99,10 @@ class Runtime:
     # ---- parameters
 
     def _stored(self, name: str, shape: Sequence[int]) -> tuple[DeviceMesh, list[Placement]]:
-        """Returns mesh and placements of a stored parameter: over `dp`, it is sharded in a dimension that `tp` leaves whole.
+        """Returns mesh and placements of a stored parameter.
 
-        The first dimension that `dp` divides is chosen, or else the largest.
+        Over `dp`, it is sharded in a dimension that `tp` leaves whole: the first that `dp`
+        divides, or else the largest.
         """
         tp = match(name, self.parameters) or Replicate()
         free = [dim for dim in range(len(shape)) if not (isinstance(tp, Shard) and tp.dim == dim)]

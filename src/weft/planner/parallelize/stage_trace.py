@@ -1,27 +1,19 @@
-"""Follows a module's forward through pipeline stages: which calls belong to which stage, and what stages send.
-
-A stage begins with the first call of a module that the plan names, and ends where the next stage begins. Each stage
-runs the module's own forward: calls of earlier stages are skipped and return what the trace recorded, or what the stage
-has received; where the next stage begins, the forward is left. The trace is a run on tensors without data.
-
-Functions of inputs and buffers alone, such as masks and positions, run on every stage instead of being sent.
-"""
+"""Traces a module's forward through pipeline stages, on tensors without data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from weft.errors import UserError
 from weft.planner.parallelize.containers import first_float, map_tensors
-from weft.planner.parallelize.torch_private import FakeTensorMode, buffers_of, is_fake, parameters_of, tree_leaves
+from weft.planner.parallelize.stage_follow import Event, Follow, Trace, spanning_modules, tensors_in
+from weft.planner.parallelize.torch_private import FakeTensorMode, buffers_of, is_fake, parameters_of
 
 # Functions that draw random numbers: their results are sent, so that all stages have the same.
 RANDOM = {
@@ -30,84 +22,6 @@ RANDOM = {
     "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax",
     "poisson", "log_normal_", "geometric_", "cauchy_",
 }  # fmt: skip
-
-
-class Event(NamedTuple):
-    """A call of a function or of a module, outside of modules that belong to one stage.
-
-    Attributes:
-        name: name of the function or module.
-        out: the result, with tensors without data.
-        local: whether every stage runs the call, because it depends on inputs and buffers alone.
-    """
-
-    name: str
-    out: Any
-    local: bool
-
-
-@dataclass
-class Trace:
-    """What a module's forward does in each stage.
-
-    Attributes:
-        begins: names of the modules with whose call stages begin; the first is the module itself, "".
-        spanning: names of the modules whose calls contain the beginning of a stage.
-        events: the calls in order.
-        sent: for each stage, the tensors (without data) that it gets from the stage before; none for the first.
-        uses: name of a parameter -> the stages that use the parameter.
-        written: name of a buffer -> the last stage that changes the buffer.
-        dtype: dtype of the loss.
-    """
-
-    begins: Sequence[str]
-    spanning: set[str]
-    events: list[Event] = field(default_factory=list)
-    sent: list[dict[int, torch.Tensor]] = field(default_factory=list)
-    uses: dict[str, set[int]] = field(default_factory=dict)
-    written: dict[str, int] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
-
-
-class EndOfStage(BaseException):
-    """Leaves a forward where the next stage begins. No `except Exception` of a module catches it."""
-
-
-def spanning_modules(begins: Sequence[str]) -> set[str]:
-    """Returns the names of the modules around the modules with which stages begin."""
-    found = {""}
-    for name in begins:
-        words = name.split(".")
-        found |= {".".join(words[:count]) for count in range(1, len(words))}
-    return found
-
-
-class Follow(TorchFunctionMode):
-    """A mode that sees the functions that a forward calls; `module` must be called around each call of a module.
-
-    Attributes:
-        stage: the present stage.
-        inside: whether the forward is in a module that belongs to one stage.
-        quiet: whether functions are those of the runtime instead of the module.
-    """
-
-    def __init__(self, trace: Trace):
-        super().__init__()
-        self.trace, self.stage, self.inside, self.quiet = trace, 0, False, False
-
-    def begins(self, name: str) -> bool:
-        """Whether the next stage begins with this call of a module."""
-        begins = self.trace.begins
-        return not self.inside and self.stage + 1 < len(begins) and begins[self.stage + 1] == name
-
-    @contextmanager
-    def runtime(self, quiet: bool) -> Iterator[None]:
-        """Context of functions of the runtime (`quiet`), or of the module."""
-        before, self.quiet = self.quiet, quiet
-        try:
-            yield
-        finally:
-            self.quiet = before
 
 
 class Recorder(Follow):
@@ -133,8 +47,8 @@ class Recorder(Follow):
             return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         out = func(*args, **(kwargs or {}))
-        makes = bool(_tensors(out))
-        local = name not in RANDOM and self._use(_tensors((args, kwargs)), makes)
+        makes = bool(tensors_in(out))
+        local = name not in RANDOM and self._use(tensors_in((args, kwargs)), makes)
         if _writes(name) and args and id(args[0]) not in self.made:
             local = False  # a buffer, which one stage changes
         if self.inside:
@@ -151,7 +65,7 @@ class Recorder(Follow):
         if self.inside or name in self.trace.spanning:
             return forward(*args, **kwargs)
         with self.runtime(quiet=True):
-            local = self._use(_tensors((args, kwargs)))
+            local = self._use(tensors_in((args, kwargs)))
             local = self._use(list(module.parameters())) and local and self.islands(name) is None
         self.inside, self.local = True, local
         try:
@@ -164,12 +78,12 @@ class Recorder(Follow):
     def _island(self, args: Any, kwargs: Any) -> torch.Tensor:
         with self.runtime(quiet=True):
             like = first_float(args, kwargs)
-            like = _tensors((args, kwargs))[0] if like is None else like
+            like = tensors_in((args, kwargs))[0] if like is None else like
             return torch.empty_like(like).requires_grad_(like.is_floating_point()).clone()
 
     def given(self, value: Any) -> None:
         """Registers inputs of the module, which every stage has."""
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             self._made(tensor, local=True)
 
     def _made(self, tensor: torch.Tensor, local: bool) -> None:
@@ -178,7 +92,7 @@ class Recorder(Follow):
 
     def _record(self, name: str, out: Any, local: bool) -> None:
         self.trace.events.append(Event(name, out, local))
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             if tensor not in self.names:
                 self._made(tensor, local)
 
@@ -212,85 +126,8 @@ class Recorder(Follow):
         return local
 
 
-class Player(Follow):
-    """Runs one stage of a module's forward.
-
-    Args:
-        trace: the trace of the module, of inputs with the same shapes.
-        stage: number of the stage to run.
-        received: the tensors that the stage before has sent.
-    """
-
-    def __init__(self, trace: Trace, stage: int, received: Sequence[torch.Tensor]):
-        super().__init__(trace)
-        self.own, self.count = stage, 0
-        self.received = dict(zip(trace.sent[stage], received, strict=True))
-        self.wanted = trace.sent[stage + 1] if stage + 1 < len(trace.begins) else {}
-        self.values = {key: value for key, value in self.received.items() if key in self.wanted}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.quiet or self.inside:
-            return func(*args, **(kwargs or {}))
-        return self._event(getattr(func, "__name__", ""), lambda: func(*args, **(kwargs or {})))
-
-    def module(self, name: str, module: nn.Module, forward: Callable, args: Any, kwargs: Any) -> Any:
-        """Runs or skips a call of a module."""
-        if self.begins(name):
-            if self.stage == self.own:
-                raise EndOfStage
-            self.stage += 1
-        if self.inside:
-            return forward(*args, **kwargs)
-        if name in self.trace.spanning:
-            with self.runtime(quiet=True):
-                return forward(*args, **kwargs)
-        return self._event(name, lambda: self._block(forward, args, kwargs))
-
-    def _block(self, forward: Callable, args: Any, kwargs: Any) -> Any:
-        self.inside = True
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self.inside = False
-
-    def _event(self, name: str, call: Callable[[], Any]) -> Any:
-        event = self.trace.events[self.count] if self.count < len(self.trace.events) else None
-        if event is None or event.name != name:
-            raise RuntimeError(
-                f"stages: the forward calls {name} where it called {event.name if event else 'nothing'} before with "
-                "inputs of the same shapes; a module with stages must not branch on values of tensors"
-            )
-        self.count += 1
-        if self.stage < self.own and not event.local:
-            return map_tensors(lambda one: self.received.get(id(one), one), event.out)
-        out = call()
-        if self.stage == self.own and self.wanted:
-            for recorded, value in zip(_tensors(event.out), _tensors(out), strict=True):
-                if id(recorded) in self.wanted:
-                    self.values[id(recorded)] = value
-        return out
-
-    def outputs(self) -> list[torch.Tensor]:
-        """Returns the tensors that the next stage gets, after the stage has run."""
-        return [self.values[key] for key in self.wanted]
-
-
 def _writes(name: str) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(add, value)
-    return found
-
-
-# ---- the run on tensors without data
 
 
 def trace_stages(
@@ -327,12 +164,16 @@ def trace_stages(
         forwards = forwards or {name: one.forward for name, one in model.named_modules()}
         for name, module in model.named_modules():
             module.forward = _recording(recorder, name, module, forwards[name])
-        before = {name: one._version for name, one in model.named_buffers()}
+        before = {name: (one, one._version) for name, one in model.named_buffers()}
         with recorder:
             out = model(*args, **kwargs)
             out = out if loss is None else loss(out)
-        recorder._use(_tensors(out))
-        changed = {name for name, one in model.named_buffers() if before.get(name) != one._version}
+        recorder._use(tensors_in(out))
+        for name, one in model.named_buffers():
+            first, version = before.get(name, (None, 0))
+            if one is not first or one._version != version:
+                last = recorder.last_stage.get(name.rpartition(".")[0], 0)
+                trace.written[name] = recorder.made.get(id(one), (last, False))[0]
     if recorder.stage + 1 != len(begins):
         raise UserError(
             f"stages: the forward does not call {begins[recorder.stage + 1]!r} after {begins[recorder.stage]!r}; name "
@@ -344,9 +185,6 @@ def trace_stages(
             "alone, or give apply loss=, a function of the outputs"
         )
     trace.dtype = out.dtype
-    for name in changed:
-        owner = name.rpartition(".")[0]
-        trace.written[name] = recorder.last_stage.get(owner, 0)
     return trace
 
 

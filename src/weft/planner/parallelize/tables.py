@@ -79,7 +79,10 @@ def make_plan(module: nn.Module, search: Search, best: Found, hardware: Hardware
     return Plan(
         dp=best.setting.dp,
         tp=best.setting.tp,
-        **tables,
+        parameters=tables["parameters"],
+        inputs=tables["inputs"],
+        outputs=tables["outputs"],
+        islands=tables["islands"],
         recompute=tuple(pattern for path in blocks for pattern in patterns.of(path)),
         shard_parameters=best.setting.shard,
         structure=structure_of(module),

@@ -8,7 +8,7 @@ import queue
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from weft.errors import UserError
 from weft.planner.parallelize.containers import batch_rows, call_of, map_tensors
 from weft.planner.parallelize.dry_run import CountCollectives, Traffic, dry_run, loss_of
+from weft.planner.parallelize.stage_reference import NO_MEAN, is_here, run_micro_batches, run_on_one_device
 from weft.planner.parallelize.torch_private import replicated
 from weft.processes import signal_name
 
@@ -40,6 +41,7 @@ class Verification:
         worst: name of the parameter with the largest difference of the gradient.
         counted: collectives of the first rank.
         predicted: collectives of a run without data; None if the operations depend on values of tensors.
+        remark: with stages, what the plan was compared with, or why it differs.
     """
 
     loss: float
@@ -48,6 +50,7 @@ class Verification:
     worst: str
     counted: Traffic
     predicted: Traffic | None
+    remark: str = ""
 
     @property
     def equal(self) -> bool:
@@ -68,6 +71,8 @@ class Verification:
             lines.append(f"predicted collectives differ: {self.predicted}")
         if self.counted.on_full_tensors:
             lines.append(f"on full tensors, on all ranks: {', '.join(self.counted.on_full_tensors)}")
+        if self.remark:
+            lines.append(self.remark)
         return "\n".join([*lines, "equal" if self.equal else "NOT equal"])
 
 
@@ -93,7 +98,8 @@ def verify_plan(
     Raises:
         UserError: the module does not run on one device, or a process failed.
     """
-    args, kwargs = fewer_rows(plan.dp, call_of(example_inputs))
+    args, kwargs = fewer_rows(plan.dp * plan.micro_batches, call_of(example_inputs))
+    loss, plan = loss or plan.loss, replace(plan, loss=None)
     context = torch.multiprocessing.get_context("spawn")
     answers, port = context.Queue(), _free_port()
     processes = [
@@ -123,9 +129,20 @@ def verify_plan(
         for process in processes:
             process.kill()
             process.join()
-    loss_difference, gradients, parameters, worst, counted = found[0]
-    predicted = found[-1] if isinstance(found[-1], Traffic) else None
-    return Verification(loss_difference, gradients, parameters, worst, counted, predicted)
+    return _merged(found)
+
+
+def _merged(found: dict[int, Any]) -> Verification:
+    """Returns the largest differences of all ranks. With stages, each rank has some of the parameters."""
+    predicted = found.pop(-1)
+    ranks = [found[rank] for rank in sorted(found)]
+    return Verification(
+        *(max(one[place] for one in ranks) for place in range(3)),
+        max(ranks, key=lambda one: one[1])[3],
+        ranks[0][4],
+        predicted if isinstance(predicted, Traffic) else None,
+        ranks[0][5],
+    )
 
 
 def _lost(rank: int, code: int | None) -> str:
@@ -156,32 +173,44 @@ def _rank(answers: Any, rank: int, port: int, *case: Any) -> None:
         answers.join_thread()
 
 
-def _compare(plan: Plan, module: Any, args: Any, kwargs: Any, loss: Any) -> tuple[float, float, float, str, Traffic]:
+def _compare(plan: Plan, module: Any, args: Any, kwargs: Any, loss: Any) -> tuple[float, float, float, str, Any, str]:
     reference = module_in_float64(module)
-    model = plan.apply(copy.deepcopy(reference))
-    losses: list[float] = []
+    model = plan.apply(copy.deepcopy(reference), loss=loss)
     mode = CountCollectives()
     before = len(replicated)
-    for one in (reference, model):
-        torch.manual_seed(SEED)
-        given = map_tensors(torch.clone, (args, kwargs))
-        with mode:
-            value = loss_of(one(*given[0], **given[1]), loss)
-            value.backward()
-        losses.append(value.item())
+    torch.manual_seed(SEED)
+    given = map_tensors(torch.clone, (args, kwargs))
+    with mode:
+        out = model(*given[0], **given[1])
+        value = out if plan.stages else loss_of(out, loss)
+        value.backward()
     mode.traffic.on_full_tensors = list(dict.fromkeys(name for name, _ in replicated[before:]))
-    gradients: dict[str, float] = {}
-    for (name, parameter), other in zip(reference.named_parameters(), model.parameters(), strict=True):
-        if parameter.grad is not None or other.grad is not None:
-            gradients[name] = _difference(parameter.grad, other.grad)
+    expected, remark = run_on_one_device(plan, reference, args, kwargs, loss)
+    loss_difference, gradients = _differences(expected, value.item(), reference, model)
     worst = max(gradients, key=lambda name: gradients[name], default="none")
+    if plan.stages and not remark and max(loss_difference, gradients.get(worst, 0.0)) > TOLERANCE:
+        again = copy.deepcopy(reference)
+        single = run_micro_batches(plan, again, args, kwargs, loss)
+        of_loss, of_gradients = _differences(single, value.item(), again, model)
+        if max(of_loss, *of_gradients.values()) <= TOLERANCE:
+            remark = NO_MEAN
     for one in (reference, model):
         torch.optim.SGD(one.parameters(), lr=0.01).step()
     pairs = [*zip(reference.parameters(), model.parameters(), strict=True)]
     pairs += [*zip(reference.buffers(), model.buffers(), strict=True)]
-    parameters = max((_difference(one, other) for one, other in pairs), default=0.0)
-    loss_difference = abs(losses[0] - losses[1]) / max(abs(losses[0]), 1e-300)
-    return loss_difference, gradients.get(worst, 0.0), parameters, worst, mode.traffic
+    parameters = max((_difference(one, other) for one, other in pairs if is_here(other)), default=0.0)
+    return loss_difference, gradients.get(worst, 0.0), parameters, worst, mode.traffic, remark
+
+
+def _differences(
+    expected: float, loss: float, reference: nn.Module, model: nn.Module
+) -> tuple[float, dict[str, float]]:
+    """Returns the differences of the loss and, by name, of the gradients of this rank's parameters."""
+    gradients: dict[str, float] = {}
+    for (name, parameter), other in zip(reference.named_parameters(), model.parameters(), strict=True):
+        if is_here(other) and (parameter.grad is not None or other.grad is not None):
+            gradients[name] = _difference(parameter.grad, other.grad)
+    return abs(expected - loss) / max(abs(expected), 1e-300), gradients
 
 
 def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
@@ -212,7 +241,7 @@ def module_in_float64(module: Any) -> nn.Module:
 def _dry(plan: Plan, module: Any, args: Any, kwargs: Any, loss: Any) -> Traffic | str:
     try:
         return dry_run(plan, module_in_float64(module), args, kwargs, loss)
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, UserError) as error:
         return str(error)
 
 

@@ -23,9 +23,10 @@ PYTHON_DIGEST = "python_sha256"  # key of plan.json: digest of the plan.py that 
 # The files of this package that apply a plan; they import only PyTorch and each other.
 RUNTIME = (
     "runtime", "containers", "functions", "operators", "islands", "materialize", "axes", "mesh", "torch_private",
+    "stage_table", "stage_follow", "stage_trace", "stage_calls", "stage_run",
 )  # fmt: skip
 HEAD = '''\
-"""How {title} runs on {devices} devices: dp {dp} x tp {tp}.{cost}
+"""How {title} runs on {devices} devices: {pp}dp {dp} x tp {tp}.{cost}
 
     import {module}
     model = {module}.apply(model)   # under torchrun, in each process; create the optimizer afterwards
@@ -43,12 +44,23 @@ STRUCTURE = {structure!r}  # digest of the module that this plan is for
 
 TAIL = '''
 
-def apply(model, mesh=None, inputs="global"):
-    """Makes a module run by this plan, in place, and returns it. It takes the same inputs as before, on every rank."""
+def apply(model, mesh=None, inputs="global", loss=None):
+    """Makes a module run by this plan, in place, and returns it. It takes the same inputs as before, on every rank.
+
+    With pipeline stages, it returns the loss: its own, or `loss` of its outputs.
+    """
     from {runtime}.start import apply_tables
 
-    return apply_tables(model, globals(), mesh, inputs)
+    return apply_tables(model, globals(), mesh, inputs, loss)
 '''
+
+STAGED = """
+PP = {pp}  # ranks of the pipeline axis
+MICRO_BATCHES = {micro_batches}  # of a call; each has as many rows
+SCHEDULE = "{schedule}"  # of torch.distributed.pipelining
+STAGES = [  # the module with whose call the stage begins, and the modules and parameters that the stage has
+{rows}]
+"""
 
 START = '''\
 """Carries out the tables of a plan."""
@@ -57,30 +69,29 @@ import hashlib
 
 from .mesh import mesh_of, start_processes
 from .runtime import Runtime
+from .stage_run import StagedRuntime
+from .stage_table import stages_of
 
 
 def structure_of(module):
     """Returns a digest of a module's structure: its classes, and names and shapes of parameters and buffers."""
 {structure_body}
 
-def apply_tables(model, tables, mesh=None, inputs="global"):
+def apply_tables(model, tables, mesh=None, inputs="global", loss=None):
     """Makes a module run by the tables of a plan."""
     if inputs not in ("global", "local"):
         raise ValueError(f'inputs={{inputs!r}} is not supported; give "global" or "local"')
     if tables["STRUCTURE"] and tables["STRUCTURE"] != structure_of(model):
         raise ValueError(f"the plan is for another module than this {{type(model).__name__}}; plan again")
-    start_processes(tables["DP"] * tables["TP"])
-    runtime = Runtime(
-        mesh_of(tables["DP"], tables["TP"], mesh),
-        parameters=tables["PARAMETERS"],
-        inputs=tables["INPUTS"],
-        outputs=tables["OUTPUTS"],
-        islands=tables["ISLANDS"],
-        recompute=tables["RECOMPUTE"],
-        shard_parameters=tables["SHARD_PARAMETERS"],
-        local=["inputs"] if inputs == "local" else [],
-    )
-    return runtime.apply(model)
+    pp, dp, tp = tables.get("PP", 1), tables["DP"], tables["TP"]
+    start_processes(pp * dp * tp)
+    names = "parameters", "inputs", "outputs", "islands", "recompute", "shard_parameters"
+    options = {{name: tables[name.upper()] for name in names}}
+    options["local"] = ["inputs"] if inputs == "local" else []
+    if tables.get("STAGES"):
+        stages = stages_of(pp, tables["STAGES"], tables["SCHEDULE"], tables["MICRO_BATCHES"])
+        return StagedRuntime(stages, dp, tp, mesh, loss, **options).apply(model)
+    return Runtime(mesh_of(dp, tp, mesh), **options).apply(model)
 '''
 
 COMMENTS = {
@@ -144,8 +155,9 @@ def python_text(plan: Any, path: Path, title: str) -> str:
     cost = f" Predicted: {timing(seconds)} a step." if seconds else ""
     text = HEAD.format(
         title=title, devices=plan.devices, dp=plan.dp, tp=plan.tp, cost=cost, module=path.stem, file=path.name,
-        shard=plan.shard_parameters, structure=plan.structure,
+        shard=plan.shard_parameters, structure=plan.structure, pp=f"pp {plan.pp} x " if plan.stages else "",
     )  # fmt: skip
+    text += _stages_text(plan) if plan.stages else ""
     for topic, comment in COMMENTS.items():
         table = getattr(plan, topic)
         text += f"\n{topic.upper()} = {{" + (f"  # {comment}\n" if table else "}" + f"  # {comment}\n")
@@ -158,6 +170,15 @@ def python_text(plan: Any, path: Path, title: str) -> str:
     listed = ", ".join(map(_quoted, plan.recompute))
     text += f"\nRECOMPUTE = [{listed}]  # modules whose activations are computed again in backward\n"
     return text + TAIL.format(runtime=f"{path.stem}_runtime")
+
+
+def _stages_text(plan: Any) -> str:
+    rows = ""
+    for number, (begin, names) in enumerate(plan.stages):
+        note = plan.notes.get(f"stages {number}", "")
+        listed = ", ".join(map(_quoted, names)) + ("," if len(names) == 1 else "")
+        rows += f"    ({_quoted(begin)}, ({listed}))," + (f"  # {note}" if note else "") + "\n"
+    return STAGED.format(pp=plan.pp, micro_batches=plan.micro_batches, schedule=plan.schedule, rows=rows)
 
 
 def _quoted(text: str) -> str:
