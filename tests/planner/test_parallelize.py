@@ -98,6 +98,12 @@ def test_plans_that_do_not_fit_are_refused(module, plan, words):
 def test_what_cannot_be_planned_is_refused(module):
     with pytest.raises(UserError, match="example_inputs has no tensor"):
         weft.parallelize(module, (), devices=2)
+    with pytest.raises(UserError, match=r"Sequential does not run.*\(1: \[2, 5\]\).*runs on one device"):
+        weft.parallelize(module, torch.zeros(2, 5), devices=2)
+    with pytest.raises(UserError, match="3 is no module"):
+        weft.parallelize(3, torch.zeros(2, 4), devices=2)
+    with pytest.raises(UserError, match="devices='2'"):
+        weft.parallelize(module, torch.zeros(2, 4), devices="2")
     with pytest.raises(UserError, match="devices=0"):
         weft.parallelize(module, torch.zeros(2, 4), devices=0)
     with pytest.raises(UserError, match=r"inputs='rows'.*\"global\" or \"local\""):

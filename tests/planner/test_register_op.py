@@ -41,6 +41,19 @@ def test_the_search_splits_registered_operations_and_counts_their_work(ranks):
         assert (shapes, is_sharded) == ((4, 4), False)
 
 
+def test_an_annotation_with_other_results_is_refused():
+    @weft.register_op("b d -> b d n")
+    def doubled(x):
+        return 2 * x
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return doubled(x)
+
+    with pytest.raises(UserError, match=r"'b d -> b d n': result 1 has 2 dimensions"):
+        weft.parallelize(Net(), torch.zeros(2, 4), devices=2)
+
+
 def test_an_operation_whose_results_have_no_known_size_is_refused():
     @weft.register_op("b d^ -> b n")
     def made(x):

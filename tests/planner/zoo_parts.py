@@ -29,7 +29,7 @@ def found_plans(name: str, devices: int, rows: int) -> list[dict]:
 
 
 def equal_to_one_process(name: str, rows: int, plans: list[dict]) -> list[float]:
-    """For each plan: the largest difference of loss, gradients, and parameters after a step, by the largest gradient."""
+    """For each plan: the largest difference of loss, gradients and parameters after a step, by the largest gradient."""
     torch.set_default_dtype(torch.float64)
     found = []
     for tables in plans:

@@ -6,6 +6,7 @@ the other blocks of the same structure return their input, and the graph counts 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -143,7 +144,7 @@ def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.exp
     except (UserError, DiffersError):
         raise
     except Exception as error:
-        raise _explain(error, module) from error
+        raise _explain(error, module, _inputs_text(args, kwargs)) from error
     finally:
         logging.disable(level)
 
@@ -151,20 +152,33 @@ def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.exp
 _VALUES = ("data-dependent", "data dependent", "datadependent", "nonzero", "meta tensors", ".item()", "could not guard")
 
 
-def _explain(error: BaseException, module: nn.Module) -> UserError:
+def _inputs_text(args: tuple, kwargs: dict[str, Any]) -> str:
+    """Returns the shapes of the example inputs: `1: [2, 5], mask: [2, 5]`."""
+    named = {**{str(place): one for place, one in enumerate(args, start=1)}, **kwargs}
+    shapes = {
+        name: ", ".join(str(list(leaf.shape)) for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor))
+        for name, one in named.items()
+    }
+    return ", ".join(f"{name}: {text or type(named[name]).__name__}" for name, text in shapes.items())
+
+
+def _explain(error: BaseException, module: nn.Module, inputs: str) -> UserError:
     """Returns an error of one line for an error of `torch.export`: what is wrong, where, and what to do."""
     where, inner = _place(error)
     text = next((line.strip() for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
     if any(word in f"{type(error).__name__} {error}".lower() for word in _VALUES):
         return depends_on_values(where, inner or module)
-    return UserError(f"{where}: {type(module).__name__} does not run with the example inputs: {text[:200]}")
+    return UserError(
+        f"{where}: {type(module).__name__} does not run with the example inputs ({inputs}): {text[:200]}; give the "
+        "inputs of one call that runs on one device"
+    )
 
 
 def _place(error: BaseException) -> tuple[str, nn.Module | None]:
     """Returns file and line of the innermost frame outside of torch and Weft, and the innermost module there."""
     from weft import __file__ as here
 
-    ours = (str(next(iter(torch.__path__))), here.removesuffix("__init__.py"), "<")
+    ours = (str(next(iter(torch.__path__))), here.removesuffix("__init__.py"), inspect.__file__, "<")
     where, inner = "the module", None
     chain: BaseException | None = error
     while chain is not None and where == "the module":

@@ -11,7 +11,7 @@ import torch
 
 from weft.errors import UserError
 from weft.planner.parallelize.operation_hooks import captured_by
-from weft.planner.parallelize.register_op import Annotation, sizes_of
+from weft.planner.parallelize.register_op import Annotation, result_problems, sizes_of
 
 NODE = "weft.annotated.default"
 
@@ -58,7 +58,10 @@ def _(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
     try:
         with captured_by(None):
             found = call.function(*args, **call.kwargs)
-        return [found] if isinstance(found, torch.Tensor) else list(found)
+        results = [found] if isinstance(found, torch.Tensor) else list(found)
+        if problems := result_problems(str(Custom(call.function)), annotation, results):
+            raise UserError(f"register_op: {annotation.text!r}: {problems[0]}")
+        return results
     except UserError:
         raise
     except Exception as error:  # the operation needs data; the annotation has the shapes

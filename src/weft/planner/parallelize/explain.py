@@ -9,6 +9,7 @@ from weft.formatting import byte_size, timing
 from weft.planner.parallelize.placements import placement_text
 
 ROOT = "(all)"  # the pattern "" matches the module itself
+FULL = "full"  # first word of the keys of notes about operations that run on full tensors
 TOPICS = {
     "parameters": "parameters, split over tp",
     "inputs": "redistributed where a module begins",
@@ -43,6 +44,9 @@ def explain(plan: Any) -> str:
         for pattern, value in table.items():
             text = value if isinstance(value, str) else placement_text(value)
             lines.append(f"  {pattern or ROOT:{width}}  {text:12}  {plan.notes.get(f'{topic} {pattern}', '')}".rstrip())
+    full = [text for name, text in plan.notes.items() if name.startswith(f"{FULL} ")]
+    if full:
+        lines += ["", "on full tensors, on all ranks (DTensor cannot shard them)", *(f"  {text}" for text in full)]
     if plan.notes.get("searched"):
         lines += ["", f"searched   {plan.notes['searched']}"]
     return "\n".join(lines)

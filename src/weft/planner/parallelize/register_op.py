@@ -249,7 +249,7 @@ def wrong_splits(operation: Callable, *args: Any, parts: int = 2, **kwargs: Any)
         raise UserError(f"{called} has no annotation; decorate it with weft.register_op")
     sizes = sizes_of(called, annotation, args)
     whole = _results(operation(*args, **kwargs))
-    problems = _result_problems(called, annotation, whole)
+    problems = result_problems(called, annotation, whole)
     if problems:
         return problems
     for name in sorted(annotation.split | annotation.summed):
@@ -272,7 +272,8 @@ def wrong_splits(operation: Callable, *args: Any, parts: int = 2, **kwargs: Any)
     return problems
 
 
-def _result_problems(called: str, annotation: Annotation, whole: Sequence[torch.Tensor]) -> list[str]:
+def result_problems(called: str, annotation: Annotation, whole: Sequence[torch.Tensor]) -> list[str]:
+    """Returns how numbers of results and of their dimensions differ from an annotation; an empty list if they agree."""
     if len(whole) != len(annotation.outputs):
         return [f"{called} returns {len(whole)} results, but the annotation has {len(annotation.outputs)}"]
     return [

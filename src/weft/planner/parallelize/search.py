@@ -43,8 +43,8 @@ def search_plan(
     Args:
         seconds: time limit of the solver for all meshes together.
     """
-    if devices < 1:
-        raise UserError(f"devices={devices} is not supported; give the number of devices, 1 or more")
+    if not isinstance(devices, int) or devices < 1:
+        raise UserError(f"devices={devices!r} is not supported; give the number of devices, 1 or more")
     start = time.perf_counter()
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware or this_machine())
     model = module if isinstance(module, nn.Module) else _built(module)
@@ -64,6 +64,8 @@ def search_plan(
 
 
 def _built(factory: Callable[[], nn.Module]) -> nn.Module:
+    if not callable(factory):
+        raise UserError(f"{factory!r} is no module; give a torch.nn.Module, or a function that returns one")
     with torch.device("meta"):
         model = factory()
     if not isinstance(model, nn.Module):

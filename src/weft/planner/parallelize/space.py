@@ -182,8 +182,6 @@ class Space:
             tensors_of = [*metas, *(one for one in step.outputs if one is not None)]
             step.full_forward = Work(bytes=sum(one.bytes for one in tensors_of), calls=1)
             step.full_backward = step.full_forward if any(step.trained) else Work()
-            if step not in self.unsupported:
-                self.unsupported.append(step)
 
     def _backward(self) -> None:
         """Makes strategies from trials: for each, with the gradients that the following operations hand back."""
@@ -204,6 +202,8 @@ class Space:
             yield from found
             if not any(all(one.forward == NOWHERE for one in each.inputs) for each in found):
                 yield from self._on_full_tensors(step)
+                if str(step.node.target) != ISLAND and step not in self.unsupported:
+                    self.unsupported.append(step)
         elif step.kind in ("enter", "leave"):
             yield from self._of_place(step, flags[0])
         elif step.kind == "output":

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
 from weft.planner.hardware import Hardware
+from weft.planner.parallelize.explain import FULL
 from weft.planner.parallelize.graph import Graph
 from weft.planner.parallelize.plan import Plan, structure_of
 from weft.planner.parallelize.pricing import Parts, Prices, Setting
@@ -75,6 +76,9 @@ def make_plan(module: nn.Module, search: Search, best: Found, hardware: Hardware
             add(topic, step.node.name, state.forward[0], _why_move(best.prices, place, step, strategy))
     for path, why in graph.islands.items():
         add("islands", path, "whole", f"{why.partition('; ')[0]}; each rank computes all rows")
+    for step in search.space.unsupported:
+        place = search.space.steps.index(step)
+        notes[f"{FULL} {step.node.name}"] = _why_full(search, best.prices.parts(place, best.strategies[place]), step)
     blocks = [repeat.paths[0] for repeat in graph.repeats] if best.setting.recompute else []
     return Plan(
         dp=best.setting.dp,
@@ -146,6 +150,14 @@ _DIMS = {
     ("embedding", 1): "features",
     ("conv2d", 0): "output channels",
 }
+
+
+def _why_full(search: Search, parts: Parts, step: Step) -> str:
+    """Returns where an operation is that runs on full tensors, why, and what it costs in a step."""
+    name = str(step.node.target).removeprefix("aten.").partition(".")[0]
+    why = search.space.trials.errors.get(step.key) or ""
+    cost = f"{1e3 * (parts.compute + parts.tp):.3g} ms on every rank"
+    return f"{name}: {step.node.source or 'the module'}: {cost} ({why[:120] or 'no sharding rule'})"
 
 
 def _why_move(prices: Prices, place: int, step: Step, strategy: Strategy) -> str:
