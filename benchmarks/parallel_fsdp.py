@@ -1,6 +1,6 @@
-"""A training step of the same Llama on four processes: Weft's meshes beside the peers' FSDP2, DDP and tensor parallel.
+"""A training step of the same Llama on some processes: Weft's meshes beside the peers' FSDP2, DDP and tensor parallel.
 
-    .venv/bin/python benchmarks/parallel_fsdp.py [--sizes 60m] [--rounds 3] [--minutes 40] [--quick]
+    .venv/bin/python benchmarks/parallel_fsdp.py [--ranks 2] [--sizes 60m] [--rounds 3] [--minutes 40]
 
 The processes are on this machine, speak by gloo and share its cores. All begin with the same weights and take the same
 rows of the same tokens, so the first losses are to agree. They take turns, round after round; the table has each one's
@@ -9,13 +9,13 @@ median step over all rounds. Writes a table (.md) and all numbers (.json) into b
 
 import argparse
 import datetime
+import itertools
 import os
 import shutil
 import statistics
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
-from itertools import product
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -34,36 +34,39 @@ from common import (  # noqa: E402
 )
 
 JOB = str(HERE / "peers" / "parallel_steps.py")
-RANKS = 4
+RANKS = next((int(b) for a, b in itertools.pairwise(sys.argv) if a == "--ranks"), 4)
 SEQUENCE, ROWS = 256, 16  # of a step, over all ranks
 WARMUP, STEPS = 2, {"bf16": 5, "fp32": 3}
 DATA = {  # name in the table, what parallel_steps.py is asked for; the first is what the others are compared with
-    "weft": ("Weft, `dp_shard: 4` (FSDP2)", {"peer": "weft", "mesh": {"dp_shard": 4}}),
+    "weft": (f"Weft, `dp_shard: {RANKS}` (FSDP2)", {"peer": "weft", "mesh": {"dp_shard": RANKS}}),
     "weft-narrow": (
-        "Weft, `dp_shard: 4`, `reduce_dtype: bfloat16`",
-        {"peer": "weft", "mesh": {"dp_shard": 4}, "reduce": "bfloat16"},
+        f"Weft, `dp_shard: {RANKS}`, `reduce_dtype: bfloat16`",
+        {"peer": "weft", "mesh": {"dp_shard": RANKS}, "reduce": "bfloat16"},
     ),
     "weft-hf": (
-        "Weft, `dp_shard: 4`, transformers' model (`type: hf`)",
-        {"peer": "weft", "mesh": {"dp_shard": 4}, "hf": True},
+        f"Weft, `dp_shard: {RANKS}`, transformers' model (`type: hf`)",
+        {"peer": "weft", "mesh": {"dp_shard": RANKS}, "hf": True},
     ),
     "accelerate-fsdp2": ("Accelerate, FSDP2", {"peer": "accelerate", "mesh": "fsdp2"}),
     "transformers-fsdp2": (
-        "transformers, `DistributedConfig(fsdp_size=4)`",
-        {"peer": "transformers", "mesh": {"fsdp_size": 4}},
+        f"transformers, `DistributedConfig(fsdp_size={RANKS})`",
+        {"peer": "transformers", "mesh": {"fsdp_size": RANKS}},
     ),
-    "weft-replicate": ("Weft, `dp_replicate: 4`", {"peer": "weft", "mesh": {"dp_replicate": 4, "dp_shard": 1}}),
+    "weft-replicate": (
+        f"Weft, `dp_replicate: {RANKS}`",
+        {"peer": "weft", "mesh": {"dp_replicate": RANKS, "dp_shard": 1}},
+    ),
     "accelerate-ddp": ("Accelerate, DDP", {"peer": "accelerate", "mesh": "ddp"}),
     "ddp": ("PyTorch, `DistributedDataParallel`", {"peer": "ddp"}),
 }
 OTHERS = {
-    "weft-tp": ("Weft, `tp: 4`", {"peer": "weft", "mesh": {"tp": 4}}),
+    "weft-tp": (f"Weft, `tp: {RANKS}`", {"peer": "weft", "mesh": {"tp": RANKS}}),
     "transformers-tp": (
-        "transformers, `DistributedConfig(tp_size=4)`",
-        {"peer": "transformers", "mesh": {"tp_size": 4}},
+        f"transformers, `DistributedConfig(tp_size={RANKS})`",
+        {"peer": "transformers", "mesh": {"tp_size": RANKS}},
     ),
-    "weft-cp": ("Weft, `cp: 4`", {"peer": "weft", "mesh": {"cp": 4}}),
-    "weft-pp": ("Weft, `pp: 4`, 8 micro-batches", {"peer": "weft", "mesh": {"pp": 4}, "micro": ROWS // 8}),
+    "weft-cp": (f"Weft, `cp: {RANKS}`", {"peer": "weft", "mesh": {"cp": RANKS}}),
+    "weft-pp": (f"Weft, `pp: {RANKS}`, 8 micro-batches", {"peer": "weft", "mesh": {"pp": RANKS}, "micro": ROWS // 8}),
 }
 SUBJECTS = DATA | OTHERS
 NARROW = {"weft-narrow"}  # says something in bf16 alone
@@ -85,6 +88,7 @@ NOTES = """\
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A step on four processes, of Weft and its peers.")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="number of processes")
     parser.add_argument("--sizes", default="60m", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--dtypes", default="bf16,fp32")
     parser.add_argument("--modes", default="eager", help="of eager, compiled (a minute more for each measurement)")
@@ -123,7 +127,7 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[dict, dict, int]:
         if "failed" in made:
             sys.exit(f"{size}: {made['failed']}")
     for number in range(args.rounds):
-        for size, dtype, mode, subject in product(args.sizes, args.dtypes, args.modes, args.only):
+        for size, dtype, mode, subject in itertools.product(args.sizes, args.dtypes, args.modes, args.only):
             key = f"{size} {dtype} {mode} {subject}"
             if key in failed or (dtype != "bf16" and subject in NARROW):
                 continue
@@ -174,7 +178,7 @@ def table(args: argparse.Namespace, found: dict) -> str:
     """The result as a page of Markdown."""
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     lines = [
-        "# A training step on four processes",
+        f"# A training step on {RANKS} processes",
         "",
         f"{found['device']}; {RANKS} processes of {found['threads']} thread{'s' * (found['threads'] > 1)}, gloo; "
         f"{versions}; {found['date'][:10]}.",
@@ -186,7 +190,7 @@ def table(args: argparse.Namespace, found: dict) -> str:
     ]
     if found["quick"]:
         lines += ["", "**A quick look at a tiny model, not a measurement.**"]
-    for size, dtype, mode in product(args.sizes, args.dtypes, args.modes):
+    for size, dtype, mode in itertools.product(args.sizes, args.dtypes, args.modes):
         steps, peaks, first = {}, {}, {}
         for subject in SUBJECTS:
             if runs := found["cells"].get(f"{size} {dtype} {mode} {subject}"):
@@ -232,7 +236,11 @@ def main() -> int:
     if not found["cells"]:
         print("\n".join(f"{key}: {why}" for key, why in found["failed"].items()))
         return 1
-    name = f"parallel_fsdp-{slug(found['device'])}" + ("-quick" if args.quick else "")
+    name = (
+        f"parallel_fsdp-{slug(found['device'])}"
+        + (f"-{RANKS}-processes" if RANKS != 4 else "")
+        + ("-quick" if args.quick else "")
+    )
     write_results(args.out, name, table(args, found), found)
     return 0
 

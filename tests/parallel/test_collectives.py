@@ -238,8 +238,9 @@ def test_copies_of_the_model_add_up_their_gradients_once_a_step(count):
     last, every = count(*({"dp_replicate": 2, "dp_shard": 2} | one for one in when), micro=2)
     assert_counts(last, add(around("world", "dp_shard"), fsdp("dp_shard", 2, micro=2), copies(2)))
     assert_counts(every, add(around("world", "dp_shard"), fsdp("dp_shard", 2, micro=2, every=True), copies(2)))
-    for calls in count(*({"dp_replicate": 2} | one for one in when), micro=2):
-        assert_counts(calls, add(around("dp_replicate"), copies(1)))
+    whole = (LAYERS * size_of_layer(1) + size_of_rest(1)) * FLOAT32
+    for calls in count(*({"dp_replicate": 2} | one for one in when), micro=2):  # small gradients, in one bucket
+        assert_counts(calls, add(around("dp_replicate"), {("backward", "all_reduce", "dp_replicate"): (1, whole)}))
 
 
 def test_a_pipelines_stage_is_gathered_once_however_many_its_micro_batches(count):

@@ -36,6 +36,7 @@ from weft.parallel.axes.fsdp import MeshParameters, raise_if_shared, replicate_s
 from weft.parallel.axes.pipeline import Stages, build_local_stages
 from weft.parallel.axes.single_rank import SingleRankParameters, cast_outputs, is_single_rank, place_on_rank
 from weft.parallel.axes.tensor import shard_over_tp
+from weft.parallel.gradients.buckets import ReplicaSums
 from weft.parallel.gradients.frozen_rows import freeze_all_but_rows
 from weft.parallel.local_parameters import LocalParameters, local, shard_part
 from weft.parallel.memory.activations import checkpointed
@@ -112,7 +113,9 @@ def assemble(plan: ModelPlan, world: World) -> nn.Module:
     files.
     """
     single = is_single_rank(plan, world)
-    state = ModelState(plan, world, SingleRankParameters(plan.dtype) if single else MeshParameters(plan, world))
+    sums = ReplicaSums(world.group("dp_replicate")) if single and world.ranks > 1 else None
+    state = ModelState(plan, world, SingleRankParameters(plan.dtype, sums) if single else MeshParameters(plan, world))
+    state.sums = sums
     stages = build_stages(plan, world)
     for number in stages:
         raise_if_shared(stages[number], repeated_blocks(stages[number]))

@@ -22,6 +22,7 @@ from weft.parallel.world import World
 
 if TYPE_CHECKING:
     from weft.parallel.axes.context import SequenceShard
+    from weft.parallel.gradients.buckets import ReplicaSums
 
 ATTRIBUTE = "weft_state"  # name of the only attribute that `parallel/` adds to a model
 
@@ -113,6 +114,7 @@ class ModelState:
         sequence_shard: selects this rank's shard of each sequence; None without `cp`.
         scales: (module, parameter name) -> multiplier of the parameter in forward. With `tp`, every rank adds a
             replicated bias to its partial output, so the multiplier is 1 / number of `tp` ranks.
+        sums: sums gradients over replicas that are on one rank each; None: FSDP2 does, or there are none.
         unsharded_units: FSDP2 units on a single rank, whose parameters are never freed.
         wrappers: module -> labels of the wrappers of the module's forward, innermost first.
         base: the base model whose weights were loaded, if the model has an adapter.
@@ -123,6 +125,7 @@ class ModelState:
     world: World
     local: Callable[[DTensor], torch.Tensor]
     sequence_shard: SequenceShard | None = None
+    sums: ReplicaSums | None = None
     base: BaseModel | None = None
     scales: dict[tuple[nn.Module, str], float] = field(default_factory=dict)
     unsharded_units: set[nn.Module] = field(default_factory=set)

@@ -111,6 +111,7 @@ class Passes:
             loss = totals.add(self.loss(batch, shard, learned_tokens / loss_scale))
             divided = loss / weight
             (divided if loss_scale == 1.0 else divided * loss_scale).backward()
+        finish_sums(self.model)
         return self.reduce_totals(totals.vector)
 
     def seed_micro_batch(self, micro_batch: Batch, seed: Callable[[int], int]) -> None:
@@ -286,7 +287,7 @@ class Passes:
 
 
 def set_last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Tells FSDP2 whether the next backward pass is the last of the step. Call it before each backward pass.
+    """Sets whether the next backward pass is the last of the step. Call it before each backward pass.
 
     The last backward pass reduces gradients. With `reduce_gradients: every`, each backward pass reduce-scatters
     gradients over `dp_shard` x `cp`, and the last one also all-reduces gradients over `dp_replicate`. FSDP2 units
@@ -296,6 +297,8 @@ def set_last_micro_batch(model: nn.Module, last: bool) -> None:
         last: whether this is the last micro-batch of the step.
     """
     state = state_of(model)
+    if state is not None and state.sums is not None and last:
+        state.sums.begin(model.parameters())
     if state is None or not isinstance(model, FSDPModule):
         return  # a single rank
     parallel = state.plan.parallel
@@ -305,3 +308,10 @@ def set_last_micro_batch(model: nn.Module, last: bool) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule) and (module in state.unsharded_units or parallel.reshards is False):
             module.set_reshard_after_backward(last, recurse=False)
+
+
+def finish_sums(model: nn.Module) -> None:
+    """Waits until the gradients are summed over replicas. Call it after the last backward pass of a step."""
+    state = state_of(model)
+    if state is not None and state.sums is not None:
+        state.sums.finish()

@@ -134,11 +134,12 @@ class _Ranks:
             raise UserError("model.vocab_size: not known without a tokenizer; set it for the plan")
         self.model, self.cpu, self.mesh = model, cpu, mesh_shape(config.parallel, devices)
         self.chunk = 0 if training.compile else CHUNKED_LOGITS if chunks else KEPT_LOGITS  # compiled: in place
-        self.single = devices == 1 and self.parallel.offload != "parameters"
         chosen = dtype or (training.dtype if training.dtype != "auto" else "bfloat16")
         state = "float64" if chosen == "float64" else "float32"
         self.width, self.state = WIDTHS[chosen], WIDTHS[state]
         self.reduced = WIDTHS[state if training.reduce_dtype == "auto" else training.reduce_dtype]
+        own_sums = self.parallel.compress is None and self.reduced == self.state
+        self.single = devices == self.mesh.dp_replicate and self.parallel.offload != "parameters" and own_sums
         length, given = sequence_length(config), training.micro_batch_size
         per_rank, micro = split_batch(batch_sequences(config), length, self.mesh, given, self.parallel)
         self.count = -(-per_rank // micro)

@@ -1,7 +1,8 @@
-"""Transformations that replace FSDP2 on a single rank, where FSDP2 would copy parameters without need.
+"""Transformations that replace FSDP2 where the model, or each of its replicas, is on a single rank.
 
-Parameters are DTensors on a mesh of one rank. Forward passes use the local tensors of parameters, cast to the
-compute dtype as in FSDP2's mixed-precision policy.
+FSDP2 would copy parameters and gradients without need. Parameters are DTensors that are not sharded. Forward passes use
+the local tensors of parameters, cast to the compute dtype as in FSDP2's mixed-precision policy. Replicas all-reduce
+gradients in buckets, during backward.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.models.decoder import Decoder
+from weft.parallel.gradients.buckets import ReplicaSums
 from weft.parallel.local_parameters import distribute_parameters, local
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks
 from weft.parallel.world import World
@@ -22,15 +24,23 @@ from weft.torch_private import dtensor_like, version_of
 
 
 def is_single_rank(plan: ModelPlan, world: World) -> bool:
-    """Whether this module replaces FSDP2: one rank, no offloaded parameters, and gradients in `state_dtype`."""
-    reduce_in_state_dtype = plan.reduce_dtype in (None, plan.state_dtype)
-    return world.ranks == 1 and plan.parallel.offload != "parameters" and reduce_in_state_dtype
+    """Whether this module replaces FSDP2: a model or replica on one rank, whose parameters are not offloaded, and whose
+    gradients are reduced in `state_dtype`, by this module.
+    """
+    reduce_in_state_dtype = plan.reduce_dtype in (None, plan.state_dtype) and plan.parallel.compress is None
+    on_one_rank = world.ranks == world.shape.dp_replicate
+    return on_one_rank and plan.parallel.offload != "parameters" and reduce_in_state_dtype
 
 
 def place_on_rank(model: nn.Module, state: ModelState) -> nn.Module:
-    """Replaces parameters with DTensors on a mesh of one rank. Assumes plain parameters."""
+    """Replaces parameters with DTensors that are not sharded. Assumes plain parameters.
+
+    Their placements are those of FSDP2: replicated over `dp_replicate`, and sharded over one rank.
+    """
+    mesh = state.world.fsdp_mesh
+    replicated = [Replicate()] * (mesh.ndim - 1)
     distribute_parameters(
-        model, state.world.fsdp_mesh, lambda _, __, parameter: [Shard(0) if parameter.ndim else Replicate()]
+        model, mesh, lambda _, __, parameter: [*replicated, Shard(0) if parameter.ndim else Replicate()]
     )
     return model
 
@@ -71,14 +81,18 @@ class _Cached:
 
 
 class SingleRankParameters:
-    """Callable that returns a DTensor parameter's full tensor in `dtype`. Gradients accumulate in the DTensor."""
+    """Callable that returns a DTensor parameter's full tensor in `dtype`. Gradients accumulate in the DTensor.
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
+    Args:
+        sums: sums gradients over replicas; None without replicas.
+    """
+
+    def __init__(self, dtype: torch.dtype, sums: ReplicaSums | None = None):
+        self.dtype, self.sums = dtype, sums
         self.cached: dict[int, _Cached] = {}  # key: id of the parameter, which is fast to look up
 
     def __call__(self, parameter: DTensor) -> torch.Tensor:
-        """Returns the plain tensor, cast to `dtype`, of a DTensor parameter on a mesh of one rank."""
+        """Returns the plain tensor, cast to `dtype`, of a DTensor parameter that is not sharded."""
         tensor = local(parameter)
         cached = self.cached.get(id(parameter))
         if cached is None:
@@ -88,7 +102,7 @@ class SingleRankParameters:
         cached.cast, leaf = None, cached.leaf
         if leaf is None or leaf.data_ptr() != tensor.data_ptr() or leaf.dtype != tensor.dtype:
             leaf = cached.leaf = tensor.detach().requires_grad_()
-            leaf.register_post_accumulate_grad_hook(partial(_move_gradient, parameter))
+            leaf.register_post_accumulate_grad_hook(partial(self._move_gradient, parameter))
         return leaf.to(self.dtype)
 
     def _cast(self, cached: _Cached, tensor: torch.Tensor) -> torch.Tensor:
@@ -101,12 +115,13 @@ class SingleRankParameters:
             cached.version = version
         return cast
 
-
-def _move_gradient(parameter: DTensor, leaf: torch.Tensor) -> None:
-    grad, leaf.grad = leaf.grad, None
-    if grad is None:
-        return
-    if parameter.grad is None:
-        parameter.grad = dtensor_like(grad, parameter)
-    else:
-        local(parameter.grad).add_(grad)
+    def _move_gradient(self, parameter: DTensor, leaf: torch.Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:
+            return
+        if parameter.grad is None:
+            parameter.grad = dtensor_like(grad, parameter)
+        else:
+            local(parameter.grad).add_(grad)
+        if self.sums is not None:
+            self.sums.add(parameter)
