@@ -66,10 +66,44 @@ def without_values(rows: int, choices: int) -> Iterator[FakeTensorMode]:
 
     with (
         mock.patch.object(FakeTensor, "tolist", tolist),
+        mock.patch("torch.chunk", _chunk),
+        mock.patch("torch.cat", _cat),
         # DTensor infers shapes with full tensors of a mode. It must be a mode of its own, or they would be counted.
         mock.patch("torch.distributed.tensor._sharding_prop.detect_fake_mode", return_value=None),
     ):
         yield FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class _Chunks(list):
+    """The chunks of a tensor along `dim`, which `_cat` concatenates without making them. The list is empty."""
+
+    def __init__(self, tensor: torch.Tensor, number: int, dim: int):
+        self.tensor, self.number, self.dim = tensor, number, dim
+
+
+def _chunk(tensor: torch.Tensor, number: int, dim: int = 0) -> Any:
+    """`torch.chunk`, except that FSDP2 gets `_Chunks`, which it only concatenates.
+
+    FSDP2 makes a chunk for each rank of a parameter that is not sharded along dimension 0. With thousands of ranks,
+    the chunks' shapes take most of the time of a step without values.
+    """
+    module = sys._getframe(1).f_globals["__name__"]
+    if module.endswith("._fsdp_collectives") and isinstance(tensor, FakeTensor) and tensor.shape[dim] % number == 0:
+        return _Chunks(tensor, number, dim)
+    return _torch_chunk(tensor, number, dim)
+
+
+def _cat(tensors: Any, dim: int = 0, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    if not isinstance(tensors, _Chunks):
+        return _torch_cat(tensors, dim) if out is None else _torch_cat(tensors, dim, out=out)
+    chunks = tensors.tensor.unflatten(tensors.dim, (tensors.number, -1)).movedim(tensors.dim, dim)
+    if out is None:
+        return chunks.reshape(*chunks.shape[:dim], -1, *chunks.shape[dim + 2 :])
+    out.unflatten(dim, (tensors.number, -1)).copy_(chunks)
+    return out
+
+
+_torch_chunk, _torch_cat = torch.chunk, torch.cat
 
 
 @contextmanager
