@@ -82,8 +82,9 @@ NOTES = """\
 - The peers' model is transformers' Llama with its own loss. `type: hf` is that model in Weft's hands: beside the peers'
   FSDP2 it says what the sharding is worth, and beside Weft's own what the model is.
 - All processes have the threads' and the allocator's settings of `weft train`, so that what differs is the model and
-  how it is shared. A step lasts from the end of one to the end of the next. Memory is the peak of the largest of the
-  processes, with its libraries and loading."""
+  how it is shared. A step lasts from the end of one to the end of the next. CPU seconds are those of all processes in
+  a step, also for communicating: beside other programs they vary less than the time. Memory is the peak of the largest
+  of the processes, with its libraries and loading."""
 
 
 def arguments() -> argparse.Namespace:
@@ -191,12 +192,13 @@ def table(args: argparse.Namespace, found: dict) -> str:
     if found["quick"]:
         lines += ["", "**A quick look at a tiny model, not a measurement.**"]
     for size, dtype, mode in itertools.product(args.sizes, args.dtypes, args.modes):
-        steps, peaks, first = {}, {}, {}
+        steps, peaks, first, cpu = {}, {}, {}, {}
         for subject in SUBJECTS:
             if runs := found["cells"].get(f"{size} {dtype} {mode} {subject}"):
                 steps[subject] = statistics.median(s for run in runs for s in run["seconds"])
                 peaks[subject] = statistics.median(run["peak_bytes"] for run in runs)
                 first[subject] = runs[0]["first_loss"]
+                cpu[subject] = statistics.median(run["cpu_seconds"] for run in runs)
         if not steps:
             continue
         shape = SHAPES[size]
@@ -207,15 +209,16 @@ def table(args: argparse.Namespace, found: dict) -> str:
             own, tokens = steps.get("weft"), ROWS * SEQUENCE
             lines += [
                 "",
-                f"| {title} | step (ms) | tokens/s | GFLOP/s | Weft's FSDP2 is x faster | memory (MiB) | first loss |",
-                "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+                f"| {title} | step (ms) | tokens/s | GFLOP/s | Weft's FSDP2 is x faster | CPU (s) "
+                "| memory (MiB) | first loss |",
+                "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
             ]
             for subject in sorted((s for s in subjects if s in steps), key=steps.get):
                 seconds = steps[subject]
                 flops = tokens * flops_per_token(shape, SEQUENCE) / seconds
                 lines.append(
                     f"| {SUBJECTS[subject][0]} | {1e3 * seconds:,.0f} | {tokens / seconds:,.0f} | {flops / 1e9:,.0f} "
-                    f"| {f'{seconds / own:.2f}' if own else '-'} | {peaks[subject] / 2**20:,.0f} "
+                    f"| {f'{seconds / own:.2f}' if own else '-'} | {cpu[subject]:.2f} | {peaks[subject] / 2**20:,.0f} "
                     f"| {first[subject]:.4f} |"
                 )
     if found["failed"]:

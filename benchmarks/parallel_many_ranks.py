@@ -20,8 +20,8 @@ sys.path.insert(0, str(HERE.parent / "tests" / "parallel"))
 from common import measured_apart, mesh_options, processor, write_results  # noqa: E402
 
 NOTES = """\
-- Here: seconds to build the model and share it out (on the meta device), and of the second step; the most memory that
-  this process has had, with its libraries.
+- Here: CPU seconds to build the model and share it out (on the meta device), and of the second step; the most memory
+  that this process has had, with its libraries.
 - The first rank: its parameters, gradients and AdamW's state; the most that it needs in two steps, activations and what
   is gathered included (what PyTorch's MemTracker says, too); what it cannot but send in a step.
 - A row of 8,192 tokens a step for each data rank; in a pipeline two for each of its ranks, one at a time."""

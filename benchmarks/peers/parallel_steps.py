@@ -47,21 +47,24 @@ def work(asked: dict) -> None:
         return
     step = PEERS[asked["peer"]](asked)
     clock, losses = Clock(asked), []
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), 0.0
     for number in range(asked["warmup"] + asked["steps"]):
+        if number == asked["warmup"]:
+            cpu = time.process_time()
         losses.append(step(number))
         clock.tick()
     cuda = asked["device"] == "cuda"
-    told = (torch.cuda.max_memory_allocated() if cuda else peak_resident_bytes(), losses[0])
+    told = (torch.cuda.max_memory_allocated() if cuda else peak_resident_bytes(), losses[0], time.process_time() - cpu)
     every = [told] * RANKS
     if RANKS > 1:
         dist.all_gather_object(every, told)
     done = {
         "seconds": clock.seconds(),
         "first_seconds": clock.ends[0] - began,
-        "peak_bytes": max(peak for peak, _ in every),
+        "peak_bytes": max(peak for peak, *_ in every),
         # Peers note the mean of their own rows, Weft that of all: over the ranks both are one.
-        "first_loss": sum(loss for _, loss in every) / RANKS,
+        "first_loss": sum(loss for _, loss, _ in every) / RANKS,
+        "cpu_seconds": sum(cpu for *_, cpu in every) / asked["steps"],
         "torch": torch.__version__,
     }
     if RANK == 0:

@@ -98,8 +98,8 @@ class Imagined:
     """What a step of one rank is like.
 
     Attributes:
-        building: seconds for the model, on the meta device, sharded; without its values.
-        step: seconds of the last step.
+        building: CPU seconds for the model, on the meta device, sharded; without its values.
+        step: CPU seconds of the last step.
         state: bytes of this rank's parameters, their gradients and what the optimizer keeps of them.
         peak: bytes that it needs at the most.
         resident: bytes that this process had at the most.
@@ -117,7 +117,7 @@ class Imagined:
 def imagine(file: Path, ranks: int, rank: int = 0) -> Imagined:
     """Build the model of a run and take its steps, in shapes alone."""
     with imagined(ranks, rank):
-        began = time.perf_counter()
+        began = time.process_time()
         config = RunConfig.load(file)
         world = start_world(config.parallel)
         wire = Wire(names_of(world))
@@ -128,13 +128,13 @@ def imagine(file: Path, ranks: int, rank: int = 0) -> Imagined:
                 mock.patch("weft.parallel.apply.fill"),
             ):
                 model, optimizer = build(config, world)
-            building = time.perf_counter() - began
+            building = time.process_time() - began
             with answering(mode):
                 loop = loop_of(config, world, wire, model, optimizer)
                 with MemoryCounter(mode, map(local, model.parameters())) as memory, Received(), wire:
                     outcome = loop.run(0, Unstopped())
                 assert outcome.status == "finished", outcome
-                step = time.perf_counter() - loop.recorder.times[-1]
+                step = time.process_time() - loop.recorder.times[-1]
                 parameters = [p for p in model.parameters() if p.requires_grad]
                 state = 2 * _bytes(parameters) + _bytes(
                     value for p in parameters for value in optimizer.state[p].values() if value.dim() > 0
