@@ -138,14 +138,13 @@ class _Ranks:
         state = "float64" if chosen == "float64" else "float32"
         self.width, self.state = WIDTHS[chosen], WIDTHS[state]
         self.reduced = WIDTHS[state if training.reduce_dtype == "auto" else training.reduce_dtype]
-        own_sums = self.parallel.compress is None and self.reduced == self.state
-        self.single = devices == self.mesh.dp_replicate and self.parallel.offload != "parameters" and own_sums
+        self.on_device, plain = self.parallel.offload != "parameters", self.parallel.compress is None
+        self.single = devices == self.mesh.dp_replicate and self.on_device and plain and self.reduced == self.state
         length, given = sequence_length(config), training.micro_batch_size
         per_rank, micro = split_batch(batch_sequences(config), length, self.mesh, given, self.parallel)
         self.count = -(-per_rank // micro)
         self.shares = Shares(model, micro, length, self.mesh, self.width, self.state, fused=training.compile)
         self.checkpointing, self.vocabulary = training.activation_checkpointing, model.vocab_size
-        self.on_device = self.parallel.offload != "parameters"
         self.stays = not self.parallel.reshards or (self.mesh.fsdp == 1 and self.on_device)  # full, after forward
         self.states = STATES.get(config.optimizer.type, 2)
         self.accumulates = self.count > 1 and not self.parallel.reduces_every
