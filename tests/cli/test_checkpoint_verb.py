@@ -109,6 +109,18 @@ def test_prune(run, capsys):
     assert "--keep-last 0: use a positive number" in capsys.readouterr().err
 
 
+def test_prune_keeps_the_last_checkpoint_whose_contents_are_undamaged(run, capsys):
+    """The newest checkpoint has all its files in their sizes, but a bit of its tensors is flipped."""
+    shard = next((run / "checkpoints" / "step-00000006").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert weft("prune", run, "--keep-last", 1) == 0
+    assert steps(run) == [5, 6]
+    assert weft("verify", run) == 2
+    assert "step-00000005: undamaged" in capsys.readouterr().out
+
+
 def test_prune_refuses_a_run_that_is_training(run, capsys):
     from weft.train.run_directory import claim
 

@@ -78,6 +78,8 @@ def describe(checkpoint: Path) -> Listed:
 def prune_run(run: Path, keep: files.Keep, *, dry_run: bool) -> list[Path]:
     """Deletes the checkpoints of a run that `keep` does not select. The last complete checkpoint is never deleted.
 
+    To find the last complete one, the newest checkpoints are read and hashed until one is undamaged.
+
     Args:
         dry_run: whether to delete nothing.
 
@@ -88,16 +90,23 @@ def prune_run(run: Path, keep: files.Keep, *, dry_run: bool) -> list[Path]:
         UserError: a process trains in the run directory, or no checkpoint is complete.
     """
     folder = checkpoints_folder(run)
-    if files.list_checkpoints(folder) and files.last_complete(folder, contents=False) is None:
-        raise UserError("no checkpoint of this run is complete, so none is deleted", run)
-    doomed = files.surplus(folder, keep)
+    doomed = _surplus(run, folder, keep)
     if dry_run or not doomed:
         return doomed
     lock = lock_run(folder.parent, "use --dry-run")
     try:
-        doomed = files.surplus(folder, keep)
+        doomed = _surplus(run, folder, keep)
         for path in doomed:
             remove(path)
     finally:
         unlock_run(lock)
     return doomed
+
+
+def _surplus(run: Path, folder: Path, keep: files.Keep) -> list[Path]:
+    """Returns the checkpoints that `prune_run` deletes. Raises UserError if no checkpoint is undamaged."""
+    if not files.list_checkpoints(folder):
+        return []
+    if (newest := files.last_complete(folder)) is None:
+        raise UserError("no checkpoint of this run is complete, so none is deleted", run)
+    return files.surplus(folder, keep, newest)
