@@ -89,23 +89,28 @@ def compile_once(graph: torch.fx.GraphModule, inputs: list[Any], *, options: dic
     """Compiles a graph, as a backend of `torch.compile`. Of the processes of a host, one compiles, the others wait.
 
     No collective runs while a process compiles, so no process waits for one that waits for it. If compiling fails, code
-    in the cache may be damaged: the cache is emptied, and the graph compiled again.
+    in the cache may be damaged, or the C++ compiler be too old for the processor: the cache is emptied, and the graph
+    compiled again. From then on, all processes test the vector instructions, which takes seconds.
     """
     folder = Path(os.environ[FOLDER]) if FOLDER in os.environ else None
+    failed = folder / "weft" / "failed" if folder is not None else None
     with ExitStack() as lock:
         if folder is not None:
             with suppress(OSError):
                 (folder / "weft").mkdir(parents=True, exist_ok=True)
                 lock.enter_context(locked(folder / "weft" / f"{_digest(graph, inputs)}.lock"))
         try:
-            return compile_graph(graph, inputs, options or {})
+            return compile_graph(graph, inputs, options or {}, test_vectors=failed is None or failed.exists())
         except Exception as error:
-            if folder is None or not _empty(folder):
+            if folder is None or failed is None or not _empty(folder):
                 raise
+            with suppress(OSError):
+                failed.parent.mkdir(exist_ok=True)
+                failed.touch()
             first = str(error).strip().splitlines() or [type(error).__name__]
             log.warning("compiling failed, and starts again with an empty cache in %s: %s", folder, first[0])
         forget_compiled_code()
-        return compile_graph(graph, inputs, options or {})
+        return compile_graph(graph, inputs, options or {}, test_vectors=True)
 
 
 def _digest(graph: torch.fx.GraphModule, inputs: list[Any]) -> str:
