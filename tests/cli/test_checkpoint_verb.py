@@ -97,6 +97,9 @@ def test_diff_names_the_tensors_that_differ(run, capsys):
         largest = (tensors[0][name].double() - tensors[1][name].double()).abs().max()
         assert found[name]["largest"] == pytest.approx(float(largest))
     assert found["state.json: step"]["what"] == "5 -> 6"
+    losses = [json.loads((path / "state.json").read_text())["watch"]["loss"] for path in (one, two)]
+    added = f"5 -> 6 items; first at index 5: (no item) -> {losses[1][5]}"
+    assert found["state.json: watch.loss"]["what"] == added  # not the whole lists
 
 
 def test_prune(run, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -47,11 +48,20 @@ def compare_checkpoints(first: Path, second: Path) -> tuple[list[Difference], in
     for file in (files.MODEL, files.OPTIMIZER, files.STATE):
         before, after = (flat(read_json(path / file) or {}) for path in (first, second))
         found += [
-            Difference(f"{file}: {key}", f"{before.get(key)} -> {after.get(key)}")
+            Difference(f"{file}: {key}", _change(before.get(key), after.get(key)))
             for key in sorted(before.keys() | after.keys())
             if before.get(key) != after.get(key)
         ]
     return found, len(one.keys() & two.keys())
+
+
+def _change(before: object, after: object) -> str:
+    """Returns "old -> new"; of lists, such as the last losses, their lengths and the first item that differs."""
+    if not (isinstance(before, list) and isinstance(after, list)):
+        return f"{before} -> {after}"
+    pairs = zip_longest(before, after, fillvalue="(no item)")
+    index, one, two = next((i, a, b) for i, (a, b) in enumerate(pairs) if a != b)
+    return f"{len(before)} -> {len(after)} items; first at index {index}: {one} -> {two}"
 
 
 def _compare(name: str, one: SavedTensor, two: SavedTensor) -> Difference | None:
