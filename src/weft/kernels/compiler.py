@@ -21,7 +21,7 @@ from weft.files import ABANDONED, cache_folder, locked, partial_path
 from weft.kernels.processor import cpuinfo
 from weft.kernels.torch_private import compile_graph, default_folder, forget_compiled_code
 
-LIMIT = 2 << 30  # bytes of the user's folder; the shapes of a run take 10 to 50 MB, a precompiled header 100
+LIMIT = 2 << 30  # bytes of the user's folder; the graphs of one shape take about 2 MB
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the environment variable in which Inductor finds the folder of its cache
 log = logging.getLogger("weft")
 _EMPTIED: set[Path] = set()
