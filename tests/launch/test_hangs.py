@@ -50,12 +50,14 @@ for step in (5, 6, 7, 8):
     doing(f"step {step}", step=step)
 if first and rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
+    doing("step 9", step=9)  # the launcher continues the rank, which then writes its stacks
 if first:
     waits_for_the_other()
 """)
     assert code == 0
     (failure,) = failures(run)
     assert (failure["rank"], failure["hang"], failure["signal"], failure["doing"]) == (1, True, None, "step 8")
+    assert failure["step"] == 8
     assert failure["restarted"]
     (line,) = errors.splitlines()
     assert "without progress: rank 1 (process " in line

@@ -141,6 +141,10 @@ class LocalRanks:
         if watch.dump(order):
             text += f"; the stacks of all ranks are in {watch.stacks}"
         self.hang = Verdict(order[0].number, EXIT_LOST, text, restartable=True)
+        for rank in alive:  # what a suspended rank reports while it writes its stacks is not what it hung in
+            if rank.pipe in self.pipes.get_map():
+                self.pipes.unregister(rank.pipe)
+                os.close(rank.pipe)
         self.ending, self.killed = time.monotonic(), {rank.number for rank in alive}
         self.send(signal.SIGKILL)
 
