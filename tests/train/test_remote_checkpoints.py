@@ -84,10 +84,10 @@ def stored(kind=MemoryFileSystem) -> list[str]:
 
 def test_a_lost_run_continues_from_the_store_with_the_same_losses(train, capsys):
     undisturbed = losses(train("whole", url="memory://bucket/other"))
-    run = train("lost", "training.steps=4", mode="async")
+    run = train("run", "training.steps=4", mode="async")  # the default name of `run.yaml`
     lost(run)
     capsys.readouterr()
-    run = train("lost", mode="async")
+    run = train("run", mode="async")
     assert "downloaded step-00000004" in capsys.readouterr().err
     assert losses(run) == undisturbed  # metrics of the first steps come from the store too
     assert steps(run) == [4, 6]
@@ -202,6 +202,44 @@ def test_a_damaged_copy_is_skipped_and_named(train, capsys):
     assert "downloaded step-00000002" in output
     assert "damaged checkpoint" in output
     assert steps(run) == [4, 6]
+
+
+def copied(kind: str, tmp_path, steps=(10, 20)) -> module.RemoteRun:
+    """Copies a folder as checkpoints of some steps to a store, and returns the run there."""
+    copies = module.RemoteRun(f"{kind}://bucket/some", "a1")
+    copies.begin()
+    for step in steps:
+        folder = tmp_path / "lost" / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "some").write_text("content")
+        copies.upload(folder, tmp_path / "lost")
+    return copies
+
+
+def test_an_outage_is_not_taken_for_damage_of_the_newest_copy(tmp_path, monkeypatch):
+    copies = copied("flaky", tmp_path)
+
+    def fails(self, path, target, **options):
+        raise OSError(503, "Slow Down")
+
+    monkeypatch.setattr(Flaky, "get_file", fails)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match=r"^checkpoint\.remote: flaky://bucket/some: OSError: .*Slow Down; check"):
+        module.open_remote(tmp_path / "run", copies.url, fresh=False)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"files": ["some"]}', b'{"files": {"some": "many"}}', None])
+def test_a_copy_whose_list_of_files_is_damaged_is_skipped(tmp_path, monkeypatch, content):
+    copies, run = copied("memory", tmp_path), tmp_path / "run"
+    if content is None:
+        copies.store.rm_file("/bucket/some/a1/step-00000020/some")
+    else:
+        copies.store.pipe_file("/bucket/some/a1/step-00000020/complete.json", content)
+    run.mkdir()
+    monkeypatch.setattr(module.files, "find_damage", lambda path: None)  # this folder is no checkpoint
+    message = module.open_remote(run, copies.url, fresh=False)[1]
+    assert message.startswith("downloaded step-00000010 from memory://bucket/some; ")
+    assert steps(run) == [10]
 
 
 def test_runs_that_share_a_url_do_not_find_each_other(train, capsys):

@@ -35,6 +35,10 @@ log = logging.getLogger("weft.train")
 Result = TypeVar("Result")
 
 
+class DamagedCopy(UserError):
+    """A copy of a checkpoint is damaged, which does not concern older copies."""
+
+
 class RemoteRun:
     """The checkpoints of a run in an object store. Every operation is tried several times.
 
@@ -75,7 +79,7 @@ class RemoteRun:
         """
         path = f"{self.root}/{CURRENT}"
         content = self._reads(lambda: json.loads(self.store.cat_file(path)) if _exists(self.store, path) else {})
-        found = content.get("run")
+        found = content.get("run") if isinstance(content, dict) else None
         return found if isinstance(found, str) and found.isalnum() else None
 
     def begin(self) -> None:
@@ -208,8 +212,13 @@ class RemoteRun:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _sizes(self, step: int) -> dict[str, int]:
-        """Returns name -> bytes of the files of a complete checkpoint."""
-        return self._reads(lambda: json.loads(self.store.cat_file(self._of(step, COMPLETE))))["files"]
+        """Returns name -> bytes of the files of a complete checkpoint. Raises DamagedCopy if the list is damaged."""
+        marker = self._of(step, COMPLETE)
+        content = self._reads(lambda: self.store.cat_file(marker))
+        try:
+            return {name: int(size) for name, size in json.loads(content)["files"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DamagedCopy(f"damaged checkpoint: {masked(marker)} lists no files; delete this copy") from None
 
     def _remove_marker(self, step: int) -> None:
         path = self._of(step, COMPLETE)
@@ -219,7 +228,8 @@ class RemoteRun:
         """Copies a checkpoint to a run directory, and verifies it.
 
         Raises:
-            UserError: the checkpoint is damaged, or the store cannot be read.
+            DamagedCopy: the checkpoint is damaged.
+            UserError: the store cannot be read.
         """
         target = run / files.FOLDER / files.checkpoint_name(step)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -227,12 +237,12 @@ class RemoteRun:
         with hidden_folder(target) as partial:
             for name in sizes:
                 if Path(name).name != name:
-                    raise UserError(
+                    raise DamagedCopy(
                         f"{masked(self._of(step, COMPLETE))} lists {name!r}, which is outside; do not use it"
                     )
                 self._reads(lambda name=name: self.store.get_file(self._of(step, name), str(partial / name)))
             if (damage := files.find_damage(partial)) is not None:
-                raise UserError(f"damaged checkpoint: {damage.file.name}: {damage.what}", Path(self._of(step)))
+                raise DamagedCopy(f"damaged checkpoint: {damage.file.name}: {damage.what}", Path(self._of(step)))
             sync_tree(partial)
             publish(partial, target)
         return target
@@ -241,7 +251,7 @@ class RemoteRun:
         """Copies the small files of the run that the run directory does not have. Raises UserError if that fails."""
         prefix = self._path("run")
         for path in self._reads(lambda: self.store.find(prefix) if _exists(self.store, prefix) else []):
-            name = str(path).split("/run/", 1)[-1]
+            name = str(path).partition(f"/{self.name}/run/")[2]  # a folder of the URL can have the name "run", too
             target = run / name
             if ".." not in Path(name).parts and run.resolve() in target.resolve().parents and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -251,9 +261,9 @@ class RemoteRun:
         try:
             return self._attempt(action)
         except Exception as error:  # of any library
-            raise UserError(
-                f"checkpoint.remote: {masked(self.url)}: {reason(error)}; check the URL and the credentials"
-            ) from error
+            kind = DamagedCopy if isinstance(error, FileNotFoundError) else UserError
+            what = f"checkpoint.remote: {masked(self.url)}: {reason(error)}"
+            raise kind(f"{what}; check the URL and the credentials") from error
 
     def _attempt(self, action: Callable[[], Result]) -> Result:
         for number in range(TRIES):
@@ -298,7 +308,8 @@ def open_remote(run: Path, url: str, *, fresh: bool) -> tuple[RemoteRun, str | N
     """
     local = [files.step_of(path) or 0 for path in files.list_checkpoints(run / files.FOLDER)]
     remote = RemoteRun(url)
-    known = _recorded(run, remote.url)
+    recorded = recorded_copies(run)
+    known = recorded[1] if recorded is not None and recorded[0] == remote.url else None
     if known is None and not fresh and not local:
         known = remote.current()
     if known is None or fresh:
@@ -313,7 +324,7 @@ def open_remote(run: Path, url: str, *, fresh: bool) -> tuple[RemoteRun, str | N
     for step in reversed(newer):
         try:
             path = remote.download(step, run)
-        except UserError as error:
+        except DamagedCopy as error:
             problems.append(str(error))
             continue
         remote.download_side_files(run)
@@ -321,11 +332,6 @@ def open_remote(run: Path, url: str, *, fresh: bool) -> tuple[RemoteRun, str | N
     if problems and not local:
         raise UserError(f"checkpoint.remote: no checkpoint in the store is undamaged: {problems[0]}; use --fresh")
     return remote, "; ".join(problems) or None
-
-
-def _recorded(run: Path, url: str) -> str | None:
-    found = recorded_copies(run)
-    return found[1] if found is not None and found[0] == url else None
 
 
 def recorded_copies(run: Path) -> tuple[str, str] | None:
