@@ -66,12 +66,13 @@ class LocalRanks:
         self.warned = False
         self.pipes = selectors.DefaultSelector()
         self.ranks: list[Rank] = []
+        attempt = 1 if watch is None else watch.attempt
         try:
             with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:  # for the TCPStore of rank 0
                 for number in range(nproc):
                     # The first rank keeps a terminal, on which it shows its progress.
                     keeps_stderr = run_directory is not None and not (number == 0 and os.isatty(2))
-                    rank = start_rank(command, number, nproc, listener, keeps_stderr)
+                    rank = start_rank(command, number, nproc, listener, keeps_stderr, attempt)
                     self.ranks.append(rank)
                     self.pipes.register(rank.pipe, selectors.EVENT_READ, rank.read)
                     if hasattr(os, "pidfd_open"):  # Linux: wakes the launcher at once when the rank ends
@@ -181,10 +182,10 @@ class LocalRanks:
 
     def verdict(self) -> Verdict:
         """Returns what ended the ranks. Its code is 0 if all of them succeeded."""
+        if self.hang is not None:  # a signal that came meanwhile does not hide it
+            return self.hang
         if self.killed and self.received:
             return Verdict(None, 128 + signal.SIGINT if self.received.count(signal.SIGINT) > 1 else EXIT_LOST)
-        if self.hang is not None:
-            return self.hang
         by_end = sorted(self.ranks, key=lambda rank: rank.ended or 0)
         failures = {rank.number: rank for rank in by_end if rank.exitcode and rank.number not in self.killed}
         if not failures:

@@ -91,13 +91,19 @@ class Rank(Progress):
 
 
 def start_rank(
-    command: Sequence[str], number: int, nproc: int, listener: socket.socket, keeps_stderr: bool = False
+    command: Sequence[str],
+    number: int,
+    nproc: int,
+    listener: socket.socket,
+    keeps_stderr: bool = False,
+    attempt: int = 1,
 ) -> Rank:
     """Starts rank `number`, with the environment variables of torchrun and an equal number of OpenMP threads per rank.
 
     Args:
         listener: a listening socket, which rank 0 uses for its TCPStore.
         keeps_stderr: whether the launcher reads the rank's stderr, to keep its last lines.
+        attempt: number of the attempt to train, counted from 1.
     """
     stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the pipes)
     reading, writing = os.pipe()
@@ -109,6 +115,7 @@ def start_rank(
         "LOCAL_RANK": str(number),
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),  # see `processes.attempt`
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(listener.getsockname()[1]),
         LAUNCHER: f"{os.getpid()} {writing} {stacks.fileno()}",

@@ -13,7 +13,7 @@ from weft.formatting import counted
 from weft.launch.failures import Verdict, print_error, report_verdict
 from weft.launch.hang import HangWatch
 from weft.launch.local import POLL, SIGNALS, LocalRanks, run_once
-from weft.launch.rank import Rank
+from weft.launch.rank import STDERR_LINES, Rank
 from weft.processes import signal_handler, signal_name
 from weft.train.failure_record import append_failure, last_checkpoint
 
@@ -144,7 +144,7 @@ def record(
         restarted: whether the supervisor starts another attempt.
     """
     rank = ranks.ranks[verdict.rank or 0]
-    told = isinstance(rank.message, dict) and rank.message["extraInfo"]["py_callstack"].splitlines()
+    reported = isinstance(rank.message, dict) and rank.message["extraInfo"]["py_callstack"].splitlines()
     lines = [line.decode(errors="replace") for line in rank.last_lines]
     append_failure(
         run_directory,
@@ -156,7 +156,7 @@ def record(
         signal=signal_name(-rank.exitcode) if rank.exitcode < 0 and ranks.hang is None else None,
         step=max((rank.step or 0) for rank in ranks.ranks),
         doing=rank.doing,
-        stderr=[line for line in told or lines if line][-len(rank.last_lines) :],
+        stderr=[line for line in reported or lines if line][-STDERR_LINES:],
         began=began,
         at=time.time(),
         restarted=restarted,

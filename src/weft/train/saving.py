@@ -229,6 +229,7 @@ class Saver:
         uploader = self._uploader
         world.agree(lambda: uploader.forget_after(step) if uploader is not None else None, only_first=True)
         self._clear_local()
+        self.local_at = -1
         if self._local is not None:
             self._local = open_local(path, self.settings.local)
         self._local_step = step

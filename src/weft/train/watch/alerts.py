@@ -67,7 +67,7 @@ class Alerts:
     def _attempt(self, receiver: str, act: Callable[[], None]) -> None:
         try:
             act()
-        except (OSError, HTTPException, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, HTTPException, subprocess.SubprocessError) as error:
             if receiver not in self._failed:
                 self._failed.add(receiver)
                 self.warn(f"watch.alert.{receiver}: {self._reason(error)}; the event is in logs/events.jsonl")
