@@ -1,6 +1,11 @@
 """Which of several failed ranks is named, what is said of it, and with which exit code."""
 
+import json
+import os
 import signal
+import sys
+import threading
+import time
 
 import pytest
 from running import QUIET, train
@@ -12,6 +17,7 @@ from weft.launch.failures import (
     report_verdict,
     send_to_launcher,
 )
+from weft.launch.local import launch_local
 
 
 def report_failed_ranks(failures, run):
@@ -44,6 +50,46 @@ def test_a_killed_rank_is_named_with_where_to_go_on(failure, tmp_path, capsys):
     assert line.startswith("rank 1 (process 4242) was killed by SIGKILL")
     assert "no checkpoint yet, so the same command starts over" in line
     assert str(run / "logs") in line
+
+
+def test_a_run_that_has_only_local_checkpoints_resumes_from_them(failure, tmp_path, capsys):
+    run, folder = tmp_path / "run", tmp_path / "disk" / "weft-0" / "demo"
+    (folder / "checkpoints" / "step-00000007").mkdir(parents=True)
+    run.mkdir()
+    (run / "local-checkpoints.json").write_text(json.dumps({"folder": str(folder)}))
+    assert report_failed_ranks({1: failure(-signal.SIGKILL)}, run) == 3
+    assert "resumes from the last checkpoint, of step 7" in capsys.readouterr().err
+
+
+RANK_1_STAYS = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ready = sys.argv[1]
+if os.environ["RANK"] == "1":
+    open(ready, "w").close()
+    time.sleep(60)
+while not os.path.exists(ready):
+    time.sleep(0.01)
+sys.exit(7)
+"""
+
+
+def test_a_signal_while_the_other_ranks_are_ended_does_not_hide_the_failure(tmp_path):
+    ready = tmp_path / "ready"
+
+    def interrupt_twice():
+        while not ready.exists():
+            time.sleep(0.01)
+        for _ in range(2):
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt_twice)
+    thread.start()
+    try:
+        assert launch_local([sys.executable, "-S", "-c", RANK_1_STAYS, str(ready)], 2, None) == 7
+    finally:
+        thread.join()
 
 
 def test_what_the_agent_ends_itself_is_not_blamed(failure, tmp_path, capsys):

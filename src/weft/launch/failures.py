@@ -241,14 +241,12 @@ def resume_hint(run_directory: Path | None) -> str:
     """
     if run_directory is None:
         return "run the same command again"
-    from weft.checkpoint.checkpoint_files import step_of
-    from weft.checkpoint.load import checkpoints
+    from weft.train.failure_record import last_checkpoint
 
     logs = f"the logs of the ranks are in {run_directory / 'logs'}"
-    saved = checkpoints(run_directory)
-    if not saved:
+    step, _ = last_checkpoint(run_directory)
+    if not step:
         return f"the run has no checkpoint yet, so the same command starts over; {logs}"
-    step = step_of(saved[-1]) or 0
     return f"the same command resumes from the last checkpoint, of step {step:,}; {logs}"
 
 

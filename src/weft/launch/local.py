@@ -44,6 +44,7 @@ class LocalRanks:
         received: signals that the launcher received.
         ending: time at which the launcher asked the ranks to end, because of a signal or a failed rank; None until
             then.
+        stopped: whether a signal to the launcher was the reason.
         killed: the ranks that the launcher killed.
         watch: detects ranks that hang; None: they are not detected.
         within: seconds after SIGTERM or SIGHUP in which all processes must end; None: no deadline.
@@ -62,6 +63,7 @@ class LocalRanks:
         self.within = stop_within()
         self.hang: Verdict | None = None
         self.ending: float | None = None
+        self.stopped = False
         self.killed: set[int] = set()
         self.warned = False
         self.pipes = selectors.DefaultSelector()
@@ -108,7 +110,7 @@ class LocalRanks:
                     rank.ended = time.monotonic()
             alive = [rank for rank in self.ranks if rank.ended is None]
             if self.ending is None and (self.received or any(rank.exitcode for rank in self.ranks if rank.ended)):
-                self.ending = time.monotonic()
+                self.ending, self.stopped = time.monotonic(), bool(self.received)
                 if self.watch is not None and not self.received and any(r.exitcode < 0 for r in self.ranks if r.ended):
                     self.killed = {rank.number for rank in alive}  # nothing is left to save or to report
                 self.send(signal.SIGKILL if self.killed else signal.SIGTERM)
@@ -184,7 +186,7 @@ class LocalRanks:
         """Returns what ended the ranks. Its code is 0 if all of them succeeded."""
         if self.hang is not None:  # a signal that came meanwhile does not hide it
             return self.hang
-        if self.killed and self.received:
+        if self.killed and self.stopped:
             return Verdict(None, 128 + signal.SIGINT if self.received.count(signal.SIGINT) > 1 else EXIT_LOST)
         by_end = sorted(self.ranks, key=lambda rank: rank.ended or 0)
         failures = {rank.number: rank for rank in by_end if rank.exitcode and rank.number not in self.killed}

@@ -38,7 +38,11 @@ def last_checkpoint(run: Path) -> tuple[int, float]:
     with suppress(UserError):  # the run itself reports a damaged record
         local = recorded(run)
         saved += local.checkpoints()[-1:] if local is not None else []
-    return max(((step_of(path) or 0, path.stat().st_mtime) for path in saved), default=(0, 0.0))
+    found = []
+    for path in saved:
+        with suppress(OSError):  # deleted meanwhile
+            found.append((step_of(path) or 0, path.stat().st_mtime))
+    return max(found, default=(0, 0.0))
 
 
 def append_failure(run: Path, *, began: float, at: float, step: int, **failure: Any) -> None:
@@ -161,7 +165,8 @@ def record_last_attempt(run: Path, torchrun: str) -> None:
         with suppress(OSError, ValueError):  # written by half
             content = json.loads(path.read_text(encoding="utf-8"))
             found.append((content, path.stat().st_mtime))
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # the record of the next attempt replaces it
+            path.unlink(missing_ok=True)
     if not found:
         return
     order = {"failed": 1, "hang": 2, "elsewhere": 3}

@@ -284,8 +284,8 @@ class Saver:
         if self.background is not None:
             try:
                 self.background.finish(PATIENCE)
-            except UserError as error:
-                log.warning("%s", error)
+            except Exception as error:  # must not replace the exception that ends the run
+                log.warning("the last checkpoint is not complete: %s", error)
 
     def _completed(self, step: int, began: float, local: Local | None) -> None:
         """Called when a checkpoint is complete: calls the callbacks' `saved` with its step."""
