@@ -181,12 +181,9 @@ site: .venv-docs/.installed ## build the manual into build/site; a broken link o
 	  $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
-gpu-check: $(READY) ## on a GPU machine: the tests that need one, and the benchmarks (OUT= for the results)
-	@mkdir -p $(OUT)
-	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PY) -m pytest -q -m gpu -o addopts= tests 2>&1 | tee $(OUT)/gpu-tests.txt; exit $${PIPESTATUS[0]}
-	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PY) benchmarks/train_throughput.py --device cuda --out $(OUT) $(BENCH)
-	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PY) benchmarks/family_step.py --device cuda --out $(OUT) $(BENCH)
-	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PY) benchmarks/parallel_gpu.py --out $(OUT) $(BENCH)
+GPU_MINUTES ?= 9
+gpu-check: $(READY) ## on a GPU machine: the tests that need one, and the benchmarks, the most valuable first (GPU_MINUTES=9; OUT= for the results)
+	@$(PY) benchmarks/gpu_check.py --minutes $(GPU_MINUTES) --out $(OUT) $(BENCH)
 
 clean: ## remove caches and what the benchmarks left, not .venv and not runs
 	@rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist build benchmarks/work

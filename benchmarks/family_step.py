@@ -110,6 +110,7 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[dict, dict, int]:
                     continue
                 cells.setdefault(key, []).append(got)
                 print(f"round {number + 1}: {key}: {1e3 * statistics.median(got['seconds']):,.0f} ms", flush=True)
+                save(args, (cells, failed, number), show=False)
     return cells, failed, args.rounds
 
 
@@ -194,14 +195,8 @@ def table(found: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    args = arguments()
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    folder = HERE / "work" / f"families-{os.getpid()}"
-    try:
-        measured = measure(args, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def save(args: argparse.Namespace, measured: tuple[dict, dict, int], show: bool = True) -> bool:
+    """Writes what was measured so far. Returns whether there is anything."""
     if args.device == "cuda":
         import torch
 
@@ -210,10 +205,20 @@ def main() -> int:
         device = processor()
     name = f"family_step-{slug(device)}-{args.dtype}" + ("-quick" if args.quick else "")
     found = result(args, measured, args.out / f"{name}.json")
-    if not found["families"]:
-        return 1
-    write_results(args.out, name, table(found), found)
-    return 0
+    if found["families"]:
+        write_results(args.out, name, table(found), found, show)
+    return bool(found["families"])
+
+
+def main() -> int:
+    args = arguments()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    folder = HERE / "work" / f"families-{os.getpid()}"
+    try:
+        measured = measure(args, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0 if save(args, measured) else 1
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--llama-python", type=Path, help="interpreter with llama-cpp-python and gguf")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--quick", action="store_true", help="one round of 40m with 16 tokens: does it work at all?")
@@ -56,6 +57,7 @@ def measure(peer: str, shape: dict, args: argparse.Namespace) -> dict:
     shape = {**shape, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False}
     shape["num_key_value_heads"] = shape["num_attention_heads"]
     asked = {"shape": shape, "dtype": dtype, "threads": args.threads, "batches": BATCHES, "tokens": args.tokens}
+    asked["device"] = args.device
     return run_peer(python, program, asked | settings)
 
 
@@ -63,14 +65,16 @@ def table(found: dict, args: argparse.Namespace) -> str:
     lines = [
         "# Decoding",
         "",
-        f"{processor()}, {args.threads} threads. Tokens/s of {args.tokens} new tokens after 64, greedy; medians of "
-        f"{args.rounds} interleaved rounds.",
+        f"{device_name(args)}, {args.threads} threads. Tokens/s of {args.tokens} new tokens after 64, greedy; medians "
+        f"of {args.rounds} interleaved rounds.",
         "",
         "| model | engine | batch 1 | batch 16 |",
         "| --- | --- | --- | --- |",
     ]
     for size, peers in found.items():
         for peer, rounds in peers.items():
+            if not rounds:
+                continue
             rates = [args.tokens * b / statistics.median(seconds[str(b)] for seconds in rounds) for b in BATCHES]
             lines.append(f"| {size} | {peer} | " + " | ".join(f"{rate:,.0f}" for rate in rates) + " |")
     return "\n".join(lines) + "\n"
@@ -80,13 +84,29 @@ def main() -> None:
     args = arguments()
     peers = [peer for peer in PEERS if args.llama_python or "llama.cpp" not in peer]
     peers = [peer for peer in peers if any(text in peer for text in args.rows.split(","))]
+    name = f"generate_decode-{slug(device_name(args))}" + ("-quick" if args.quick else "")
     found: dict = {size: {peer: [] for peer in peers} for size in args.sizes.split(",")}
     for size in found:
         for _ in range(args.rounds):
             for peer in peers:
-                found[size][peer].append(measure(peer, SHAPES[size], args))
+                try:
+                    found[size][peer].append(measure(peer, SHAPES[size], args))
+                except SystemExit as error:  # such as a peer that is not installed
+                    print(size, peer, f"FAILED: {str(error)[-300:]}", flush=True)
+                    continue
                 print(size, peer, found[size][peer][-1], flush=True)
-    write_results(args.out, f"generate_decode-{slug(processor())}", table(found, args), found)
+                write_results(args.out, name, table(found, args), found, show=False)
+    if not any(rounds for peers in found.values() for rounds in peers.values()):
+        raise SystemExit("nothing was measured")
+    write_results(args.out, name, table(found, args), found)
+
+
+def device_name(args: argparse.Namespace) -> str:
+    if args.device == "cpu":
+        return processor()
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
 Weft in bfloat16 and with products in 8 bits (`training.fp8`), both compiled, as is the `Trainer`. Whoever does not get
 a step's sequences into memory at once takes them in halves, and the table says so. They take turns, round after round;
 the goal is an MFU of 0.55 or more in bfloat16 from a billion parameters on. Writes a table (.md) and all numbers
-(.json) into benchmarks/results after each measurement; sizes that are not asked for keep the figures that are there, if
-those are from the same device and versions.
+(.json) into benchmarks/results after each measurement; sizes and subjects that are not asked for keep the figures that
+are there, if those are from the same device and versions.
 """
 
 import argparse
@@ -133,7 +133,12 @@ class Measurements:
         same = all(before.get(key) == value for key, value in self.found.items())
         kept = before.get("sizes", {}) if same else {}
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        new = {size: {"date": now, "cells": {}, "failed": {}} for size in args.sizes}
+        new = {}
+        for size in args.sizes:
+            new[size] = {"date": now}
+            for kind in ("cells", "failed"):  # those of other subjects stay
+                old = kept.get(size, {}).get(kind, {})
+                new[size][kind] = {key: value for key, value in old.items() if key.split()[1] not in args.only}
         self.found["sizes"] = {size: (kept | new)[size] for size in args.plan if size in kept | new}
 
     def take(self) -> None:
@@ -142,7 +147,7 @@ class Measurements:
         work = HERE / "work"
         work.mkdir(exist_ok=True)
         for number in range(args.rounds):
-            for size, mode, subject in product(args.sizes, args.modes, args.only):
+            for subject, size, mode in product(args.only, args.sizes, args.modes):
                 key, of_size = f"{mode} {subject}", self.found["sizes"][size]
                 if key in of_size["failed"]:
                     continue

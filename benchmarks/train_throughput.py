@@ -154,6 +154,7 @@ def measure(args: argparse.Namespace) -> dict:
             cells.setdefault(key, []).append(got)
             speed = rows * SEQUENCE / statistics.median(got["seconds"])
             print(f"round {number + 1}: {key}: {speed:,.0f} tokens/s", flush=True)
+            save(args, result(args, cells, failed, peaks, whole_rounds), show=False)
         whole_rounds += 1
     return result(args, cells, failed, peaks, whole_rounds)
 
@@ -240,11 +241,16 @@ def table(args: argparse.Namespace, found: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def save(args: argparse.Namespace, found: dict, show: bool = True) -> None:
+    """Writes what was measured so far."""
+    name = f"train_throughput-{slug(found['device'])}" + ("-quick" if args.quick else "")
+    write_results(args.out, name, table(args, found), found, show)
+
+
 def main() -> int:
     args = arguments()
     found = measure(args)
-    name = f"train_throughput-{slug(found['device'])}" + ("-quick" if args.quick else "")
-    write_results(args.out, name, table(args, found), found)
+    save(args, found)
     return 0 if found["cells"] else 1
 
 

@@ -217,7 +217,8 @@ def slug(device: str) -> str:
 def run_peer(python: Path | str, program: str, asked: dict, work: str | None = None) -> dict:
     """Runs a program of this folder, in the folder `work`, and returns what it prints as its last line."""
     here = Path(__file__).resolve().parent
-    environment = os.environ | {"PYTHONPATH": str(here.parents[1] / "src"), "OMP_NUM_THREADS": str(asked["threads"])}
+    paths = os.pathsep.join([str(here.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(asked["threads"])}
     command = [str(python), str(here / program), json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=work)
     if done.returncode:

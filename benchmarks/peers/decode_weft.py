@@ -21,7 +21,7 @@ def main() -> None:
 
     model = build_model(ModelSection(**asked["shape"]))
     initialize(model, 0)
-    model = model.to(getattr(torch, asked["dtype"])).eval()
+    model = model.to(asked.get("device", "cpu"), getattr(torch, asked["dtype"])).eval()
     if "quantize" in asked:
         quantize(model, asked["quantize"])
     engine = Engine(model, compile=asked["compile"])
