@@ -198,7 +198,7 @@ def test_a_busy_port_is_refused(monitored, receiver, capsys):
 
 
 def test_waits_for_data_and_growing_memory_are_named_once(monitored):
-    """Each row takes 8 ms to read, and a callback keeps 4 MB of each step: a thousand years of them are too much.
+    """Each row takes 20 ms to read, and a callback keeps 4 MB of each step: a thousand years of them are too much.
 
     In a process of its own, in whose memory no earlier test has left room.
     """
@@ -206,7 +206,7 @@ def test_waits_for_data_and_growing_memory_are_named_once(monitored):
     file, run = monitored(
         {"every": 1},
         steps=10**8,
-        rows={"seconds": 0.008},
+        rows={"seconds": 0.02},
         callback={"leak": 4_000_000, "stop": steps},
     )
     done = forked.run("train", file)
