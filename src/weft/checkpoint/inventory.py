@@ -90,12 +90,14 @@ def prune_run(run: Path, keep: files.Keep, *, dry_run: bool) -> list[Path]:
         UserError: a process trains in the run directory, or no checkpoint is complete.
     """
     folder = checkpoints_folder(run)
+    found = files.list_checkpoints(folder)
     doomed = _surplus(run, folder, keep)
     if dry_run or not doomed:
         return doomed
     lock = lock_run(folder.parent, "use --dry-run")
     try:
-        doomed = _surplus(run, folder, keep)
+        if files.list_checkpoints(folder) != found:  # hashing takes minutes, so it is repeated only then
+            doomed = _surplus(run, folder, keep)
         for path in doomed:
             remove(path)
     finally:
