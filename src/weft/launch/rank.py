@@ -17,9 +17,9 @@ from typing import IO, Any
 
 from weft.observe.status import Progress
 from weft.processes import LAUNCHER, STORE_SOCKET, usable_cores
+from weft.train.failure_record import LINES
 
 STACKS_SIGNAL = signal.SIGUSR2  # makes a rank write the Python stacks of its threads
-STDERR_LINES = 20  # last lines of a rank's stderr that are kept for the record of a failure
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Rank(Progress):
     stacks: IO[bytes]
     stderr: int | None = None
     unread: bytes = b""
-    last_lines: deque[bytes] = field(default_factory=lambda: deque([b""], maxlen=STDERR_LINES))
+    last_lines: deque[bytes] = field(default_factory=lambda: deque([b""], maxlen=LINES))
     message: Any = None
     ended: float | None = None
 

@@ -13,9 +13,9 @@ from weft.formatting import counted
 from weft.launch.failures import Verdict, print_error, report_verdict
 from weft.launch.hang import HangWatch
 from weft.launch.local import POLL, SIGNALS, LocalRanks, run_once
-from weft.launch.rank import STDERR_LINES, Rank
+from weft.launch.rank import Rank
 from weft.processes import signal_handler, signal_name
-from weft.train.failure_record import append_failure, last_checkpoint
+from weft.train.failure_record import LINES, append_failure, last_checkpoint
 
 # Seconds before a restart. The first one is at once; the delay is doubled while the run makes no progress.
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0
@@ -156,7 +156,7 @@ def record(
         signal=signal_name(-rank.exitcode) if rank.exitcode < 0 and ranks.hang is None else None,
         step=max((rank.step or 0) for rank in ranks.ranks),
         doing=rank.doing,
-        stderr=[line for line in reported or lines if line][-STDERR_LINES:],
+        stderr=[line for line in reported or lines if line][-LINES:],
         began=began,
         at=time.time(),
         restarted=restarted,

@@ -26,7 +26,7 @@ from weft.observe.manifest import local_time
 FILE = "failures.jsonl"
 RANKS = "ranks"
 RUN_ID = "TORCHELASTIC_RUN_ID"  # environment variable: torchrun's id of the job
-LINES = 20  # last lines of an error
+LINES = 20  # last lines of an error, or of a rank's stderr, that the record of a failure has
 
 
 def last_checkpoint(run: Path) -> tuple[int, float]:
