@@ -75,19 +75,15 @@ def _predictions(found: Mapping[str, float]) -> list[str]:
 def difference(one: Any, two: Any) -> list[str]:
     """Returns what two plans do differently, one line for each difference; an empty list if nothing."""
     lines = []
-    for name in ("pp", "dp", "tp", "shard_parameters", "recompute", "structure"):
+    staged = ("schedule", "micro_batches") if one.stages or two.stages else ()  # elsewhere without effect
+    for name in ("pp", "dp", "tp", "shard_parameters", "recompute", "structure", *staged):
         first, second = getattr(one, name), getattr(two, name)
         if first != second:
             lines.append(f"{name}: {_plain(first)} -> {_plain(second)}")
-    if one.stages or two.stages:
-        for name in ("schedule", "micro_batches"):
-            first, second = getattr(one, name), getattr(two, name)
-            if first != second:
-                lines.append(f"{name}: {first} -> {second}")
-        for number in range(max(len(one.stages), len(two.stages))):
-            first, second = _stage(one, number), _stage(two, number)
-            if first != second:
-                lines.append(f"stage {number}: {first} -> {second}")
+    for number in range(max(len(one.stages), len(two.stages))):
+        first, second = _stage(one, number), _stage(two, number)
+        if first != second:
+            lines.append(f"stage {number}: {first} -> {second}")
     for topic in TOPICS:
         first, second = getattr(one, topic), getattr(two, topic)
         for pattern in dict.fromkeys([*first, *second]):
