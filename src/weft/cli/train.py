@@ -12,7 +12,7 @@ from weft.errors import UserError
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
-    from weft.launch.hosts import Hosts
+    from weft.launch.elastic_hosts import ElasticHosts
     from weft.launch.supervisor import Supervisor
     from weft.train.stop import Outcome
 
@@ -145,7 +145,7 @@ def supervisor_of(args: argparse.Namespace) -> Supervisor | None:
     return None
 
 
-def hosts_of(args: argparse.Namespace) -> Hosts | None:
+def hosts_of(args: argparse.Namespace) -> ElasticHosts | None:
     """Returns the hosts of an elastic run, from `--nodes` and `--rendezvous`; None without these options.
 
     Raises:
@@ -167,11 +167,11 @@ def hosts_of(args: argparse.Namespace) -> Hosts | None:
         raise UserError("--fresh: each host would start over; rename the run directory, or choose another run.name")
     if args.restart_window is not None:
         raise UserError("--restart-window counts restarts of local processes; remove it with --rendezvous")
-    from weft.launch.hosts import Hosts
+    from weft.launch.elastic_hosts import ElasticHosts
 
     elastic = int(least) < int(most or least)
     restarts = args.max_restarts if args.max_restarts is not None else ELASTIC_RESTARTS if elastic else 0
-    return Hosts(int(least), int(most or least), args.rendezvous, restarts)
+    return ElasticHosts(int(least), int(most or least), args.rendezvous, restarts)
 
 
 def fit(config: RunConfig, args: argparse.Namespace) -> Outcome:

@@ -34,8 +34,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from weft.errors import UserError
 from weft.formatting import counted
+from weft.launch.elastic_hosts import ElasticHosts
 from weft.launch.failures import Verdict, judge_failures, print_error, read_error_file, report_verdict
-from weft.launch.hosts import Hosts
 from weft.processes import ELASTIC, EXIT_LOST
 from weft.train.stop import stop_within
 
@@ -77,14 +77,6 @@ class Rounds(RendezvousHandler):
         self.began = time.time()
         return info
 
-    def judge(self) -> Verdict | None:
-        """Returns the verdict about the ranks of this host that reported an error in the last round."""
-        found = {}
-        for number, path in enumerate(sorted(self.logs.rglob("error.json"))):
-            if path.stat().st_mtime >= self.began > 0:
-                found[number] = Reported(message=read_error_file(path))
-        return judge_failures(found) if found else None
-
     def get_backend(self) -> str:
         return BACKEND
 
@@ -107,6 +99,14 @@ class Rounds(RendezvousHandler):
     def use_agent_store(self) -> bool:
         return self.inner.use_agent_store
 
+    def judge(self) -> Verdict | None:
+        """Returns the verdict about the ranks of this host that reported an error in the last round."""
+        found = {}
+        for number, path in enumerate(sorted(self.logs.rglob("error.json"))):
+            if path.stat().st_mtime >= self.began > 0:
+                found[number] = Reported(message=read_error_file(path))
+        return judge_failures(found) if found else None
+
 
 @dataclass(frozen=True)
 class Reported:
@@ -117,7 +117,7 @@ class Reported:
     pid: int = 0
 
 
-def train_elastic(command: Sequence[str], nproc: int, run: Path, hosts: Hosts) -> int:
+def train_elastic(command: Sequence[str], nproc: int, run: Path, hosts: ElasticHosts) -> int:
     """Trains in `nproc` processes on this host, together with the other hosts, and returns the exit code.
 
     Args:
@@ -169,7 +169,7 @@ def train_elastic(command: Sequence[str], nproc: int, run: Path, hosts: Hosts) -
         shutil.rmtree(logs, ignore_errors=True)
 
 
-def run_agent(config: LaunchConfig, command: Sequence[str], run: Path, hosts: Hosts) -> int:
+def run_agent(config: LaunchConfig, command: Sequence[str], run: Path, hosts: ElasticHosts) -> int:
     """Runs PyTorch's agent until the run ends, or this host leaves it, and returns the exit code."""
     print_error(f"waiting for {counted(hosts.least, 'host')} at {hosts.endpoint} (--rendezvous)")
     try:

@@ -1,4 +1,4 @@
-"""Defines `Hosts`, the hosts on which a run trains together."""
+"""Defines `ElasticHosts`, the hosts on which a run trains together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Hosts:
-    """The hosts of an elastic run.
+class ElasticHosts:
+    """The hosts of a run whose hosts can change.
 
     Attributes:
         least, most: number of hosts.
