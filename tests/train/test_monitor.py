@@ -1,9 +1,11 @@
-"""What the watch sees beside the losses: times of ranks, waits for data, memory, disk; and whom it tells."""
+"""What the watch sees beside the losses: times of ranks, waits for data, memory, disk; and where its findings are sent."""
 
 import json
 import math
+import random
 import shutil
 import socket
+import statistics
 import threading
 import time
 from collections import namedtuple
@@ -150,7 +152,9 @@ def test_an_event_reaches_webhook_command_and_prometheus_and_the_heartbeat_shows
     [event] = read_events(run)
     assert (event["event"], event["step"]) == ("non-finite", 6)
     expected = {"run": "demo"} | {key: value for key, value in event.items() if value == value}
-    for got in (posted[0][1], json.loads((tmp_path / "called.json").read_text())):
+    [called] = (tmp_path / "called.json").read_text().splitlines(keepends=True)
+    assert called.endswith("\n")  # `read` of a shell needs the end of a line
+    for got in (posted[0][1], json.loads(called)):
         assert expected.items() <= got.items()
     assert [path for path, _ in posted] == ["/hook/T0SECRET"]
     scraped = dict(line.rsplit(" ", 1) for line in page.read_text().splitlines() if not line.startswith("#"))
@@ -286,3 +290,16 @@ def test_ranks_are_compared_with_the_others_of_their_stage():
     assert slow_ranks([1.0, 1.6], [0, 0], 1.5, 0.01) == {1: (1.6, 1.0)}
     assert slow_ranks([0.001, 0.002], [0, 0], 1.5, 0.01) == {}
     assert slow_ranks([1.0], [0], 1.5, 0.01) == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_times_of_many_ranks_are_compared_with_the_median_of_the_others(seed):
+    draw = random.Random(seed)
+    count = draw.randint(1, 12)
+    seconds, stages = draw.choices((1.0, 1.3, 2.0, 3.5), k=count), draw.choices((0, 1, 2), k=count)
+    expected = {}
+    for rank, own in enumerate(seconds):
+        others = [seconds[other] for other in range(count) if stages[other] == stages[rank] and other != rank]
+        if others and own > 1.5 * statistics.median(others) and own - statistics.median(others) > 0.1:
+            expected[rank] = (own, statistics.median(others))
+    assert slow_ranks(seconds, stages, 1.5, 0.1) == expected

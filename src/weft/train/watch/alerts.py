@@ -49,7 +49,7 @@ class Alerts:
             self.dropped += 1
 
     def close(self) -> None:
-        """Waits until the waiting events are sent, at most for the time-out of one of them."""
+        """Waits until the waiting events are sent, at most twice `watch.alert.timeout`; warns if some are not."""
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=self.section.timeout)
         self._thread.join(self.section.timeout)
@@ -82,7 +82,7 @@ class Alerts:
     def _call(self, body: bytes) -> None:
         subprocess.run(
             self.section.command or [],
-            input=body,
+            input=body + b"\n",  # a shell's `read` needs the end of a line
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             timeout=self.section.timeout,

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from statistics import median
 
 import torch
 
@@ -89,9 +88,15 @@ def slow_ranks(
     Returns:
         Rank -> (its time, median of the others).
     """
+    members: dict[int, list[int]] = {}  # group -> its ranks, the fastest first
+    for rank in sorted(range(len(seconds)), key=seconds.__getitem__):
+        members.setdefault(groups[rank], []).append(rank)
     found = {}
-    for rank, own in enumerate(seconds):
-        others = [one for other, one in enumerate(seconds) if groups[other] == groups[rank] and other != rank]
-        if others and own > factor * (usual := median(others)) and own - usual > least:
-            found[rank] = (own, usual)
+    for ranks in members.values():
+        low, high = (len(ranks) - 2) // 2, (len(ranks) - 1) // 2  # the middle of the others
+        for place, rank in enumerate(ranks if len(ranks) > 1 else ()):
+            middle = ranks[low + (low >= place)], ranks[high + (high >= place)]
+            own, usual = seconds[rank], sum(seconds[one] for one in middle) / 2
+            if own > factor * usual and own - usual > least:
+                found[rank] = (own, usual)
     return found
