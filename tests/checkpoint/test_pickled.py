@@ -96,7 +96,7 @@ def test_what_is_more_than_tensors_is_never_read(tmp_path, capsys):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]
 
 
-def test_safetensors_come_first_and_a_missing_file_is_told(tmp_path, capsys):
+def test_safetensors_come_first_and_a_missing_file_is_reported(tmp_path, capsys):
     source = folder(tmp_path / "hf", theirs())
     (source / "pytorch_model.bin").write_bytes(b"no pickle")
     assert weft_command("import", source, tmp_path / "out", "--allow-pickle") == 0

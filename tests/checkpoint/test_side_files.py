@@ -44,7 +44,7 @@ def test_one_file_and_shards_in_one_folder(tmp_path, capsys):
         weft.load_model(path)
 
 
-def test_a_folder_read_directly_is_told_of_in_one_line(tmp_path):
+def test_a_folder_read_directly_is_reported_in_one_line(tmp_path):
     path = folder(tmp_path / "hf", theirs(), shards=SMALL)
     shutil.copy(folder(tmp_path / "other", theirs()) / "model.safetensors", path)
     words = [sys.executable, "-c", PROGRAM, path]

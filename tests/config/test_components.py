@@ -358,7 +358,7 @@ def test_missing_methods_are_found_by_config_check_and_by_the_import(methods, mi
         load_class(type_, "objective")
 
 
-def test_what_only_the_import_shows_is_told_with_the_place_of_its_key():
+def test_what_only_the_import_shows_is_reported_with_the_place_of_its_key():
     write("Thing = dict(a=1)\nclass Lines:\n    pass\n", "weft_test_made.py")
     text = SHORT + "optimizer: {type: 'weft_test_made:Thing', lr: 1}\nlog: {trackers: ['weft_test_made:Thing']}\n"
     config = load(text.replace("train: store", "train: [a, {type: 'weft_test_made:Thing'}]"))

@@ -116,7 +116,7 @@ def test_a_near_name_is_suggested():
     assert "no source has this name; did you mean 'wikipedia'?" in one(text)
 
 
-def test_a_source_without_any_stage_is_told():
+def test_a_source_without_any_stage_is_reported():
     text = WITHOUT.replace("  sequence", "  curriculum:\n  - {weights: {a: 1}}\n  sequence")
     assert shows(one(text), "run.yaml:5: data.train[1]: no stage of the curriculum has a weight for b")
 
@@ -165,7 +165,7 @@ def test_best_fit_keeps_documents_apart_and_is_for_stores():
     assert shows(problems(SINGLE, "data.packing=bestfit")[0], "did you mean 'best_fit'")
 
 
-def test_a_model_that_cannot_keep_documents_apart_is_told():
+def test_a_model_that_cannot_keep_documents_apart_is_reported():
     write("class Net:\n    def __init__(self): ...\n    def forward(self, tokens, positions): ...\n", "net.py")
     text = SINGLE.replace("llama-tiny", "{type: 'net:Net'}")
     assert "Net.forward has no argument segments" in one(text, "data.document_attention=true")
@@ -259,7 +259,7 @@ def test_the_largest_vocabulary_counts():
     assert config.origins["model.vocab_size"] == "from the tokenizer of b"
 
 
-def test_limits_that_the_run_passes_are_told():
+def test_limits_that_the_run_passes_are_reported():
     make_store("a", 64 * 50 + 1)
     make_store("b", 64 * 50 + 1)
     text = MIX.replace("weight: 0.7", "weight: 0.7, max_epochs: 1").replace("steps: 10", "steps: 9")

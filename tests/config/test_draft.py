@@ -62,13 +62,13 @@ TRAINING = "training: {steps: 10, batch_tokens: 1024, micro_batch_size: 4}\n"
         ("base: base.yaml\nrun: {name: x}\n", "run.yaml:1: base: unknown key; did you mean 'extends'? (a file, or"),
     ],
 )
-def test_what_follows_from_a_mistake_is_not_told(text, said):
+def test_what_follows_from_a_mistake_is_not_reported(text, said):
     found = problems(text)
     assert len(found) == 1, found
     assert shows(found[0], said)
 
 
-def test_other_mistakes_are_still_told():
+def test_other_mistakes_are_still_reported():
     assert shows(
         problems("extend: base.yaml\nrun: {sed: 1}\ntraining: {steps: no}\n"),
         [

@@ -105,7 +105,7 @@ def test_a_saved_file_of_an_earlier_version_has_its_keys_under_their_new_names()
     assert read_saved("config.yaml") == {"parallel": new}
 
 
-def test_a_broken_saved_file_is_told():
+def test_a_broken_saved_file_is_reported():
     write("a: [", "config.yaml")
     with pytest.raises(Exception, match=r"config.yaml:1: not valid YAML"):
         read_saved("config.yaml")

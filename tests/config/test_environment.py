@@ -58,7 +58,7 @@ def test_the_command_line_and_extends_too():
     assert (config.run.directory, config.training.steps) == ("/houses/ada/x", 12)
 
 
-def test_a_variable_that_is_not_set_is_told_with_its_place():
+def test_a_variable_that_is_not_set_is_reported_with_its_place():
     text = f"{SHORT}run: {{directory: '${{NOWHERE}}/x'}}\n"
     said = (
         "${NOWHERE}: the environment has no variable NOWHERE; set the variable, or write $${NOWHERE} for the literal "

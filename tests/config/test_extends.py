@@ -84,7 +84,7 @@ def test_cycles_are_named():
     assert len(problems("extends: ./sub/../run.yaml\n")) == 1
 
 
-def test_a_missing_base_is_told_where_it_is_asked_for():
+def test_a_missing_base_is_reported_where_it_is_asked_for():
     write(SHORT, "base.yaml")
     assert shows(
         problems("run: {seed: 1}\nextends: bse.yaml\n"),
@@ -105,7 +105,7 @@ def test_extends_must_name_files(value):
     assert shows(problems(f"extends: {value}\n"), ["run.yaml:1: extends: must be a file name or a list"])
 
 
-def test_problems_of_a_base_are_told_in_the_base():
+def test_problems_of_a_base_are_reported_in_the_base():
     write("optimizer: {learning_rate: 1}\nrun: {seed: -1}\n" + SHORT, "base.yaml")
     assert shows(
         problems("extends: base.yaml\nrun: {sed: 1}\n"),

@@ -253,7 +253,7 @@ def test_experts(mesh, keys, ranks, said):
     assert shows(mesh(MOE, ranks, keys), [said] if said else [])
 
 
-def test_all_that_is_wrong_is_told_at_once(mesh):
+def test_all_that_is_wrong_is_reported_at_once(mesh):
     text = MOE.replace("2048, micro_batch_size: 2", "1920, compile: true").replace(
         "sequence_length: 64", "sequence_length: 60"
     )

@@ -51,7 +51,7 @@ def test_multipliers_that_follow_from_a_width_follow_another_one(name, change, k
         assert getattr(load(text, f"model.{change}").model, key) == pytest.approx(value)
 
 
-def test_unknown_presets_are_told_with_the_near_one_or_all_there_are():
+def test_unknown_presets_are_refused_with_the_nearest_one_or_all_presets():
     (found,) = problems(f"model: {{preset: llama-tinyy}}\n{REST}")
     said = "unknown preset 'llama-tinyy'; did you mean 'llama-tiny'? (`weft models` lists them all)"
     assert shows(found, f"run.yaml:1: model.preset: {said}")

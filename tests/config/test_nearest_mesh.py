@@ -109,7 +109,7 @@ def test_the_nearest_mesh_is_legal_and_no_other_is_nearer(seed):
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_a_mesh_is_legal_or_a_legal_one_is_told_in_no_time(seed):
+def test_a_mesh_is_legal_or_a_legal_one_is_named_in_no_time(seed):
     rng = random.Random(seed)
     ranks = rng.choice([None, 64, 720, 1024, 2048, 2048])
     found = values(rng, wanted_sizes(rng, 2 if ranks is None else 64))

@@ -124,7 +124,7 @@ def test_an_odd_head_size_needs_positions_that_do_not_rotate():
     assert shows(found, "run.yaml:1: model.head_dim: rotary ... 3; set an even head_dim")
 
 
-def test_what_a_preset_says_is_told_at_the_key_that_broke_it():
+def test_a_value_of_a_preset_is_reported_at_the_key_that_broke_it():
     assert shows(problems(RUN, "model.hidden_size=66")[0], "command line: model.num_attention_heads: 4 heads do not")
 
 
@@ -276,7 +276,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers(data):
     )
 
 
-def test_all_that_is_missing_is_told(data):
+def test_all_that_is_missing_is_reported(data):
     found = problems(RUN, "tokenizer=a", "data.train=b", "data.validation=c", data=True)
     assert shows(
         found,
@@ -354,7 +354,7 @@ def test_warm_up_of_a_run_in_epochs(data):
     assert shows(found, "2 steps of warm-up, but the run has 1")
 
 
-def test_structure_and_data_are_told_together(data):
+def test_structure_and_data_are_reported_together(data):
     found = problems(RUN, "tokenizer=a", "optimizer.learning_rate=3", data=True)
     assert len(found) == 2
 

@@ -56,7 +56,7 @@ def test_a_real_number_is_no_whole_number():
     )
 
 
-def test_every_problem_is_told_in_one_pass_in_order_of_lines():
+def test_every_problem_is_reported_in_one_pass_in_order_of_lines():
     found = problems("""\
         run: {name: a/b, seed: -1}
         model:

@@ -296,7 +296,7 @@ def test_templates_run_in_a_sandbox_and_what_they_refuse_is_a_reject(folder):
         assert reason in encoded.rejects[0].reason
 
 
-def test_a_template_is_told_its_tokens_variables_reasoning_and_the_day(folder):
+def test_a_template_gets_its_tokens_variables_reasoning_and_the_day(folder):
     source = """{{ bos_token }}{{ strftime_now('%d %b %Y') }}{{ colour }}{{ messages[1].reasoning_content }}
     {%- generation %}{{ messages[1].content }}{% endgeneration %}"""
     record = {"messages": [ASKED, SAID | {"reasoning": "Hm."}], "chat_template_kwargs": {"colour": "red"}}
@@ -307,7 +307,7 @@ def test_a_template_is_told_its_tokens_variables_reasoning_and_the_day(folder):
     assert encoder(folder, WORDS, date="2026-01-31").identity()["date"] is None
 
 
-def test_a_format_whose_tokens_the_tokenizer_lacks_is_told(tiny_tokenizer):
+def test_a_format_whose_tokens_the_tokenizer_lacks_is_reported(tiny_tokenizer):
     ours = encoder(tiny_tokenizer, find_template(tiny_tokenizer, "chatml"))
     assert ours.warnings()[0].startswith("<|im_start|>, <|im_end|>: not in this tokenizer's vocabulary")
 

@@ -175,7 +175,7 @@ def test_a_link_to_a_store_gives_its_name_and_leaves_nothing(place):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_folder_that_cannot_be_written_to_is_told(place, capsys):
+def test_a_folder_that_cannot_be_written_to_is_reported(place, capsys):
     (place / "locked").mkdir(mode=0o555)
     assert call("shuffle", "locked/new") == 2
     assert "not writable" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def test_records_by_number_from_anywhere(tmp_path):
     assert pickle.loads(pickle.dumps(records))[1] == {"n": 1}
 
 
-def test_a_stale_or_missing_or_damaged_index_is_told(tmp_path):
+def test_a_stale_or_missing_or_damaged_index_is_reported(tmp_path):
     path = write(tmp_path / "a.jsonl", b'{"n": 0}\n{"n": 1}\n')
     with pytest.raises(UserError, match=r"weft data index .*a.jsonl"):
         JsonLines(path)

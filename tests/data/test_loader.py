@@ -94,7 +94,7 @@ def test_validation_covers_every_sample_once(dataset, rows, ranks, limit):
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_users_dataset_that_gives_no_sample_is_told_with_its_index(sample, told, workers):
+def test_a_users_dataset_that_gives_no_sample_is_reported_with_its_index(sample, told, workers):
     class Mine:
         def __len__(self):
             return 5

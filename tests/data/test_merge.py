@@ -90,7 +90,7 @@ def test_a_damaged_store_is_found_while_merging(tmp_path, inputs, tiny_tokenizer
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_missing_and_repeated_shards_are_told(tmp_path, inputs, tiny_tokenizer, capsys):
+def test_missing_and_repeated_shards_are_reported(tmp_path, inputs, tiny_tokenizer, capsys):
     shards = {i: packed(inputs, tmp_path / f"{i}", tiny_tokenizer, (i, 3)) for i in (1, 2, 3)}
     command = ["data", "merge", "--overwrite", "--out", str(tmp_path / "merged")]
     for numbers, told in (

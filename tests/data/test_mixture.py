@@ -149,7 +149,7 @@ def test_interleaving_puts_each_item_in_its_own_stretch():
         assert numbers[sources == source].tolist() == list(range((sources == source).sum()))
 
 
-def test_sources_of_unequal_length_and_empty_ones_are_told_by_name():
+def test_sources_of_unequal_length_and_empty_ones_are_reported_by_name():
     joined = ConcatDataset(["web", "books"], [Rows(0, 10), Rows(1, 10, length=8)])
     with pytest.raises(UserError, match="books has sequences of 8 tokens, but other samples have 4"):
         joined.read(np.array([0, 10]))

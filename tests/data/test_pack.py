@@ -75,7 +75,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("line", "reason"), BROKEN.items(), ids=list(BROKEN.values()))
-def test_what_is_no_document_is_told_with_its_line(tmp_path, tiny_tokenizer, capsys, line, reason):
+def test_what_is_no_document_is_reported_with_its_line(tmp_path, tiny_tokenizer, capsys, line, reason):
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "good"}\n\n' + line + b'{"text": ""}\n')
     arguments = (tmp_path / "in.jsonl", "--tokenizer", tiny_tokenizer, "--out", tmp_path / "s")
     assert pack(*arguments) == 2
@@ -220,7 +220,7 @@ def test_options_for_other_kinds_of_files_are_refused(tmp_path, capsys, tiny_tok
         ("a.txt", "\0", "no document in 1 file (skipped 1 binary); name files that contain text"),
     ],
 )
-def test_files_without_documents_are_told_with_what_fits_them(tmp_path, capsys, tiny_tokenizer, name, text, wanted):
+def test_files_without_documents_are_reported_with_what_fits_them(tmp_path, capsys, tiny_tokenizer, name, text, wanted):
     (tmp_path / name).write_text(text)
     assert pack(tmp_path / name, "--tokenizer", tiny_tokenizer, "--out", tmp_path / "s") == 2
     assert wanted in capsys.readouterr().err

@@ -267,7 +267,7 @@ def test_a_changed_input_is_packed_anew_and_what_comes_before_it_is_kept(tmp_pat
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_of_several_rejects_the_first_in_the_input_is_told(tmp_path, words, tiny_tokenizer, workers):
+def test_of_several_rejects_the_first_in_the_input_is_reported(tmp_path, words, tiny_tokenizer, workers):
     chooser, path = random.Random(7), tmp_path / "in.jsonl"
     lines = [json.dumps({"text": " ".join(chooser.choices(words, k=100))}) for _ in range(200)]
     lines[30] = json.dumps({"text": "slow " * 200_000})  # its part is the last to be done

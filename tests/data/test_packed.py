@@ -84,7 +84,7 @@ def test_efficiency_is_the_share_that_is_no_padding(packed):
     assert dataset.efficiency == pytest.approx(real, abs=1e-12)
 
 
-def test_what_was_packed_is_told(tmp_path):
+def test_what_was_packed_is_printed(tmp_path):
     told = io.StringIO()
     dataset = PackedDataset(make_store(tmp_path / "store", [1, 9, 5, 17]), 8, console=Console(err=told))
     assert dataset.describe() in told.getvalue()
@@ -163,7 +163,7 @@ def test_a_store_that_cannot_be_written_to_has_its_index_in_the_users_cache(tmp_
     assert len(list((tmp_path / "cache").rglob("index.json"))) == 1
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path, monkeypatch):
     store = make_store(tmp_path / "store", some_lengths(9, 50, 50))
 
     def full(*args):
@@ -197,7 +197,7 @@ def test_several_processes_that_ask_at_once_get_one_index(tmp_path):
     assert {p.name for p in (store / "packing").iterdir()} == {"best_fit-32", ".best_fit-32.lock"}
 
 
-def test_a_store_without_anything_to_pack_is_told(tmp_path):
+def test_a_store_without_anything_to_pack_is_reported(tmp_path):
     with pytest.raises(UserError, match="nothing to learn"):
         PackedDataset(make_store(tmp_path / "store", [1, 1, 1]), 8)
 

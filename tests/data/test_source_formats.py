@@ -82,7 +82,7 @@ class Cards(RecordFormat):
         ("raise Unfit('torn')", "Unfit: torn"),
     ],
 )
-def test_what_a_format_of_the_users_raises_is_told_in_one_line(place, tiny_tokenizer, capfd, what, told, workers):
+def test_what_a_format_of_the_users_raises_is_reported_in_one_line(place, tiny_tokenizer, capfd, what, told, workers):
     (place / "raises.py").write_text(RAISES.replace("WHAT", what))
     (place / "b.cards").write_text(CARDS)
     options = ["b.cards", "--format", "raises:Cards", "--on-error", "skip", "--workers", workers]
@@ -118,7 +118,7 @@ def test_a_format_without_its_method_is_refused(place, tiny_tokenizer, capsys):
     sys.modules.pop("halves", None)
 
 
-def test_a_module_of_a_format_that_cannot_be_imported_is_told_in_one_line(place, tiny_tokenizer, capsys):
+def test_a_module_of_a_format_that_cannot_be_imported_is_reported_in_one_line(place, tiny_tokenizer, capsys):
     (place / "torn.py").write_text("a = 1\nb = a / 0\n")
     assert pack(tiny_tokenizer, "s", "--format", "torn:Cards") == 2
     assert (

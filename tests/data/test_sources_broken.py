@@ -233,7 +233,7 @@ def test_parquet_strings_that_are_no_utf8_are_rejected_row_by_row(tmp_path):
         assert [item.value for item in items if isinstance(item, Document)] == ["good", "fine"]
 
 
-def test_rows_of_csv_that_do_not_fit_are_told(tmp_path):
+def test_rows_of_csv_that_do_not_fit_are_reported(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(
         b'text,n\r\n"two\nlines",1\r\n\r\nalone\r\n"bad"x,2\r\n\xff,3\r\n,4\r\nok,5\r\n"never closed,6\r\nlost,7\r\n'

@@ -297,7 +297,7 @@ def test_recut_forgets_the_documents_and_masks_are_not_lost_without_a_word(tmp_p
     assert "would lose its loss mask" in capsys.readouterr().err
 
 
-def test_what_is_there_stays_unless_told_and_unknown_things_are_named(tmp_path, ours, capsys):
+def test_existing_stores_are_replaced_only_on_request_and_unknown_things_are_named(tmp_path, ours, capsys):
     (tmp_path / "x.pbin").write_bytes(b"mine")
     assert convert(ours, "--to", "pbin", "--out", tmp_path / "x.pbin") == 2
     assert (tmp_path / "x.pbin").read_bytes() == b"mine"

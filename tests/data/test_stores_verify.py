@@ -112,7 +112,7 @@ def test_any_changed_bit_of_store_json_and_of_the_rejects_is_found(tmp_path, pac
     assert verify(store) == []
 
 
-def test_files_that_are_gone_or_too_many_and_totals_that_do_not_add_up_are_told(tmp_path, packed, capsys):
+def test_files_that_are_gone_or_too_many_and_totals_that_do_not_add_up_are_reported(tmp_path, packed, capsys):
     store = tmp_path / "s"
     shutil.copytree(packed, store)
     (store / "rejects.jsonl").unlink()

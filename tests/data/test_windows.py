@@ -55,6 +55,6 @@ def test_without_masks_and_segments_all_counts_and_positions_run_through(tmp_pat
     assert sample["positions"].tolist() == list(range(8))
 
 
-def test_a_store_shorter_than_a_window_is_told(tmp_path):
+def test_a_store_shorter_than_a_window_is_reported(tmp_path):
     with pytest.raises(UserError, match="one sequence and its last label need"):
         StoreDataset(make_store(tmp_path / "store", [8]), 8)

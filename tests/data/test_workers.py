@@ -38,7 +38,7 @@ class Deadly:
 
 
 @pytest.mark.parametrize(("how", "said"), [("killed", "killed by SIGKILL"), ("exit", "exited with code 7")])
-def test_a_worker_that_dies_is_told_with_what_it_read(how, said):
+def test_a_worker_that_dies_is_reported_with_what_it_read(how, said):
     source = BatchSource(Deadly(22, how), batch_size=4, seed=None)
     seen = []
     with pytest.raises(UserError) as told:
@@ -52,7 +52,7 @@ def test_a_worker_that_dies_is_told_with_what_it_read(how, said):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_that_raises_is_told_with_its_sample_and_line(workers):
+def test_a_dataset_that_raises_is_reported_with_its_sample_and_line(workers):
     source = BatchSource(Deadly(9, "raise"), batch_size=4, seed=None)
     with pytest.raises(UserError, match=r"test_workers.py:\d+: Deadly\[9\] raised KeyError: .no such.nrow.; ") as told:
         list(source.iterate(0, 5, workers))
@@ -137,7 +137,7 @@ def test_a_worker_does_not_free_garbage_of_the_trainer():
     assert gc.get_freeze_count() == 0
 
 
-def test_a_temporary_folder_of_too_long_a_path_is_told_before_a_batch_is_waited_for(monkeypatch):
+def test_a_temporary_folder_of_too_long_a_path_is_reported_before_a_batch_is_waited_for(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 71)
     with pytest.raises(UserError, match="TMPDIR"):
         next(BatchSource(Deadly(-1, ""), batch_size=4).iterate(0, 3, workers=1))

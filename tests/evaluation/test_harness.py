@@ -199,7 +199,7 @@ def test_the_same_scores_of_local_tasks(both, folders, tasks, tmp_path, monkeypa
         assert 0 < found["writing"]["scores"][0]["value"] < 1
 
 
-def test_what_cannot_be_asked_is_told_in_one_line(both, folders, tasks, tmp_path, monkeypatch):
+def test_what_cannot_be_asked_is_reported_in_one_line(both, folders, tasks, tmp_path, monkeypatch):
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))  # that takes seconds

@@ -153,7 +153,7 @@ def told(capsys, *words) -> str:
     return said
 
 
-def test_what_cannot_be_measured_is_told_in_one_line(tmp_path, folder, theirs, ours, store, tiny_tokenizer, capsys):
+def test_what_cannot_be_measured_is_reported_in_one_line(tmp_path, folder, theirs, ours, store, tiny_tokenizer, capsys):
     empty = make_store(tmp_path / "empty", [])
     ones = make_store(tmp_path / "ones", [1, 1])
     wide = make_store(tmp_path / "wide", [VOCABULARY + 1])

@@ -184,7 +184,7 @@ def test_a_prompt_once_more_gets_another_text(model):
         ([[1] * 9], {"max_cache_tokens": 16}, "9 prompt tokens and 12 new tokens do not fit .* 16 tokens"),
     ],
 )
-def test_mistakes_are_told_at_the_call(model, prompts, settings, said):
+def test_mistakes_are_reported_at_the_call(model, prompts, settings, said):
     with pytest.raises(UserError, match=said):
         tokens(model, prompts, **settings)
 

@@ -104,7 +104,7 @@ def test_the_users_own_exception_is_shown_once_and_before_what_it_caused(failure
     assert capsys.readouterr().err == "my.py:3: ValueError: boom\nTraceback: my.py\n"
 
 
-def test_a_mistake_was_told_by_its_rank(failure, tmp_path, capsys):
+def test_a_mistake_was_reported_by_its_rank(failure, tmp_path, capsys):
     assert report_failed_ranks({0: failure(1, "internal", "x"), 1: failure(2, "mistake", "wrong")}, tmp_path) == 2
     assert capsys.readouterr().err == ""
 
@@ -116,9 +116,9 @@ def test_of_faults_of_weft_the_first_is_shown(failure, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("code", [130, 143])
-def test_ranks_that_left_in_peace(failure, tmp_path, capsys, code):
+def test_ranks_that_stopped_after_a_signal_are_not_reported(failure, tmp_path, capsys, code):
     assert report_failed_ranks({0: failure(-signal.SIGTERM), 1: failure(code)}, tmp_path) == code
-    assert report_failed_ranks({0: failure(1), 1: failure(1)}, tmp_path) == 1  # not finite: told by the first rank
+    assert report_failed_ranks({0: failure(1), 1: failure(1)}, tmp_path) == 1  # not finite: reported by the first rank
     assert capsys.readouterr().err == ""
 
 
@@ -146,7 +146,7 @@ def test_what_is_the_users_own():
     assert custom_component_error(raised("/lib/python3/site-packages/torch/distributed/tensor/_dispatch.py"), {})
 
 
-def test_no_launcher_no_word(monkeypatch, tmp_path):
+def test_a_process_without_launcher_sends_no_message(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setenv("RANK", "0")
     assert not send_to_launcher("text", "custom")

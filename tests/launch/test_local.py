@@ -27,7 +27,7 @@ def slow_run(run_yaml, tmp_path, steps=2000):
     )
 
 
-def test_a_killed_rank_is_told_in_one_line_and_a_stopped_run_resumes(run_yaml, tmp_path, capsys, monkeypatch):
+def test_a_killed_rank_is_reported_in_one_line_and_a_stopped_run_resumes(run_yaml, tmp_path, capsys, monkeypatch):
     scratch, run = Path(tempfile.mkdtemp()), tmp_path / "runs" / "demo"
     monkeypatch.setenv("TMPDIR", str(scratch))
     file = slow_run(run_yaml, tmp_path)
@@ -129,7 +129,7 @@ def test_a_mistake_that_only_ranks_can_see_is_one_line(run_yaml, tmp_path, monke
     assert str(in_the_way) in line
 
 
-def test_a_mistake_in_the_file_is_told_before_any_rank_starts(run_yaml, tmp_path):
+def test_a_mistake_in_the_file_is_reported_before_any_rank_starts(run_yaml, tmp_path):
     began = time.monotonic()
     process = start(run_yaml(training={"stepz": 3}), "--nproc", 2, cwd=tmp_path)
     code, errors = finish(process)

@@ -352,7 +352,7 @@ def test_older_spellings_of_rotations():
     assert (section.rope_theta, section.rope_local_base_freq) == (9000.0, 800.0)
 
 
-def test_what_a_family_cannot_say_is_told():
+def test_what_a_family_cannot_say_is_reported():
     shape = {key: value for key, value in SHAPE.items() if "token" not in key}
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     with pytest.raises(UserError, match=r"model\.moe\.moe_intermediate_size is 32, .* 100;"):

@@ -34,7 +34,7 @@ def test_a_model_of_logits_and_one_of_log_probabilities_give_the_same():
 
 
 @pytest.mark.parametrize("model", [Logits, Labelled])
-def test_a_model_that_cannot_keep_documents_apart_is_told(model):
+def test_a_model_that_cannot_keep_documents_apart_is_reported(model):
     with pytest.raises(UserError, match=rf"{model.__name__}.forward .*segments.*data.document_attention to false"):
         forward_of(model())(INPUTS | {"segments": torch.ones(2, 5)})
 

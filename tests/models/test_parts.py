@@ -169,7 +169,7 @@ def test_compiled_blocks_are_one_graph(choice):
         ({"attention_pattern": PATTERNS[0]}, r"model.attention_pattern is \{type: sliding, ...\}.*LlamaForCausalLM"),
     ],
 )
-def test_what_hugging_face_has_no_code_for_is_told(keys, said):
+def test_what_hugging_face_has_no_code_for_is_reported(keys, said):
     with pytest.raises(UserError, match=said):
         to_config_json(ModelSection(**SHAPE | keys))
 

@@ -67,7 +67,7 @@ def test_a_run_with_parts_of_ones_own_is_sharded_resumed_loaded_and_not_exported
     assert torch.allclose(call(ids, positions, *[past] * 4)[0], loaded(ids), rtol=0, atol=1e-9)
 
 
-def test_what_attention_cannot_do_here_is_told_before_any_work(run, capsys):
+def test_what_attention_cannot_do_here_is_reported_before_any_work(run, capsys):
     file, path = run("flex", TINY)
     assert train(file, "model.attention_implementation=flash", "training.dtype=bfloat16") == 2
     error = capsys.readouterr().err

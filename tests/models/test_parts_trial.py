@@ -104,12 +104,12 @@ def test_a_wrong_output_is_reported_with_both_shapes(odd, case):
     assert in_order(values, rest)
 
 
-def test_an_embedding_of_positions_of_another_shape_is_told(odd):
+def test_an_embedding_of_positions_of_another_shape_is_reported(odd):
     section = odd("position", module("position", "x, positions", "x[:, :3]"))
     assert in_order(["(odd.py:6) embed", "a tensor of (2, 3, 32)", "(2, 16, 32)"], said(section))
 
 
-def test_attention_that_ignores_the_mask_is_told_where_the_run_has_one(odd):
+def test_attention_that_ignores_the_mask_is_reported_where_the_run_has_one(odd):
     key = "attention_implementation"
     section = odd(key, module(key, "q, k, v, mask", MASKLESS))
     try_components(section)
@@ -119,7 +119,7 @@ def test_attention_that_ignores_the_mask_is_told_where_the_run_has_one(odd):
 
 
 @pytest.mark.parametrize(("init", "result"), INIT)
-def test_what_cannot_be_built_without_memory_is_told(odd, init, result):
+def test_what_cannot_be_built_without_memory_is_reported(odd, init, result):
     section = odd("norm", module("norm", "x", result, init))
     told = said(section)
     assert told.startswith("model.norm: odd:Odd (odd.py:6) ")
@@ -135,13 +135,13 @@ def test_what_cannot_be_built_without_memory_is_told(odd, init, result):
         ("position", "x, positions", "x + x.flip(1)"),
     ],
 )
-def test_any_part_that_looks_ahead_is_told(odd, key, called, result):
+def test_any_part_that_looks_ahead_is_reported(odd, key, called, result):
     told = said(odd(key, module(key, called, result)))
     assert told.startswith(f"model.{key}: odd:Odd (odd.py:6) ")
     assert "later tokens" in told
 
 
-def test_a_backward_that_fails_is_told_with_the_part(odd):
+def test_a_backward_that_fails_is_reported_with_the_part(odd):
     body = """
         def __init__(self, width, eps):
             super().__init__()
@@ -164,7 +164,7 @@ def test_a_pattern_must_return_a_bool_tensor_of_all_pairs(odd, result, given):
 
 
 @pytest.mark.parametrize("key", ["norm", "position"])
-def test_a_part_that_must_be_a_module_is_told(odd, key):
+def test_a_part_that_must_be_a_module_is_reported(odd, key):
     takes, called = KEYS[key], "x" if key == "norm" else "q, k, positions"
     section = odd(key, f"def __init__(self, {takes}):\n    pass\ndef __call__(self, {called}):\n    pass\n", "object")
     message = said(section)
@@ -172,7 +172,7 @@ def test_a_part_that_must_be_a_module_is_told(odd, key):
     assert message.endswith("derive the class from torch.nn.Module")
 
 
-def test_a_class_of_a_package_that_does_not_fit_is_told():
+def test_a_class_of_a_package_that_does_not_fit_is_reported():
     section = ModelSection(**SHAPE | {"hidden_act": "torch.nn:GLU"})
     assert in_order(["model.hidden_act: torch.nn:GLU", "(2, 16, 24)", "(2, 16, 48)"], said(section))
     section = ModelSection(**SHAPE | {"norm": "torch.nn:Linear"})

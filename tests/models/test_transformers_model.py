@@ -146,7 +146,7 @@ def test_documents_are_what_they_are_one_by_one(folder, name, attention):
             torch.testing.assert_close(together[row : row + 1], apart, rtol=0, atol=2e-5)
 
 
-def test_a_model_that_looks_ahead_is_told(tmp_path):
+def test_a_model_that_looks_ahead_is_reported(tmp_path):
     keys = WIDTH | {"intermediate_size": 48}
     AutoModelForCausalLM.from_config(transformers.BertConfig(**keys)).save_pretrained(tmp_path / "bert")
     assert "depend on later tokens" in missing_capability(built(tmp_path / "bert"), documents=False)
@@ -220,7 +220,7 @@ def changed(path, into, **keys):
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\) and cannot be trained"),
     ],
 )
-def test_folders_that_cannot_be_had_are_told_in_one_line(folder, tmp_path, keys, said):
+def test_folders_that_cannot_be_had_are_reported_in_one_line(folder, tmp_path, keys, said):
     path = changed(folder("OPT"), tmp_path / "hf", **keys)
     with pytest.raises(UserError, match=said) as error:
         built(path)
@@ -228,7 +228,7 @@ def test_folders_that_cannot_be_had_are_told_in_one_line(folder, tmp_path, keys,
     assert str(path) in str(error.value)
 
 
-def test_tied_weights_that_differ_in_the_files_are_told(folder, tmp_path):
+def test_tied_weights_that_differ_in_the_files_are_reported(folder, tmp_path):
     path = changed(folder("StableLm"), tmp_path / "hf", tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"differ in the files; set model.config.tie_word_embeddings: false"):
         built(path)

@@ -84,7 +84,7 @@ def test_long_runs_speak_at_least_once_a_minute_and_no_more():
     assert 1300 < len(lines) < 1700
 
 
-def test_the_end_is_told_when_it_breaks_off():
+def test_the_end_is_reported_when_it_breaks_off():
     progress, _, lines = plain(10)
 
     def fail():
@@ -98,7 +98,7 @@ def test_the_end_is_told_when_it_breaks_off():
     assert lines[-1].startswith("step 4/10  loss 2.000")
 
 
-def test_bytes_are_told_in_megabytes():
+def test_bytes_are_printed_in_megabytes():
     progress, clock, lines = plain(4_000_000, unit="B", description="packing")
     with progress:
         clock.now += 1

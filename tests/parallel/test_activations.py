@@ -183,7 +183,7 @@ def test_the_compiler_keeps_less():
     assert saved("none") == none  # the budget is not left behind
 
 
-def test_a_result_written_over_is_told():
+def test_a_result_written_over_is_reported():
     def forward(x):
         return (x @ x).relu_() * x  # after the product was kept
 

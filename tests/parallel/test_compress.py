@@ -27,7 +27,7 @@ def compressed(rank=2, start_step=0):
         pytest.param({"dp_replicate": 2, "dp_shard": 2}, COLUMNS, id="full rank: as it is"),
     ],
 )
-def test_a_sum_of_no_higher_rank_is_told_exactly(runner, parallel, rank):
+def test_a_sum_of_no_higher_rank_is_sent_exactly(runner, parallel, rank):
     parallel = {"dp_shard": 1} | parallel
     for found in runner.pool.call(sums, ranks_of(parallel), parallel, rank, 3 if rank == 3 else COLUMNS, 3):
         for step in found:
@@ -38,7 +38,7 @@ def test_a_sum_of_no_higher_rank_is_told_exactly(runner, parallel, rank):
         assert found[0]["share"] == pytest.approx((3 * (ROWS + COLUMNS) + ROWS) / (ROWS * COLUMNS + ROWS))
 
 
-def test_what_is_told_is_a_projection_and_the_rest_is_kept(runner):
+def test_what_is_sent_is_a_projection_and_the_rest_is_kept(runner):
     one, *others = runner.pool.call(sums, 4, COPIES, 2, 8, 4)
     left = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
     for number, step in enumerate(one):

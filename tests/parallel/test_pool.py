@@ -45,7 +45,7 @@ def test_ranks_know_who_they_are(pool):
     assert pool.call(rank, 1) == [(None, None)]
 
 
-def test_a_failure_is_told_with_where_the_others_are(pool):
+def test_a_failure_is_reported_with_where_the_others_are(pool):
     with pytest.raises(RanksFailed, match=r"(?s)rank 1: .*ValueError: one too many.*rank 0: was still here:.*fail_on_"):
         pool.call(fail_on_rank_1, 2)
     with pytest.raises(RanksFailed, match=r"rank 0: died with exit code -6"):
@@ -53,7 +53,7 @@ def test_a_failure_is_told_with_where_the_others_are(pool):
     assert len(pool.call(rank, 2)) == 2
 
 
-def test_a_rank_that_hangs_is_told_with_where_it_is(pool, tmp_path):
+def test_a_rank_that_hangs_is_reported_with_where_it_is(pool, tmp_path):
     with pytest.raises(RanksFailed, match=r"(?s)2 ranks were not done after 2 s\n--- rank 0, 1: .*, line \d+ in sleep"):
         pool.call(sleep, 2, tmp_path, seconds=2)
 

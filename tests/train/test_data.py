@@ -80,7 +80,7 @@ def test_a_mixture_killed_and_resumed_gives_the_same_losses(mixed, tmp_path, mon
     assert manifest["mixture"]["sources"]["books"]["epochs"] <= 2
 
 
-def test_the_plan_is_told_before_the_first_step(mixed, capsys):
+def test_the_plan_is_printed_before_the_first_step(mixed, capsys):
     assert train(mixed("told", validation={"every": 100}), "training.steps=2") == 0
     said = capsys.readouterr().err
     lines = said.splitlines()
@@ -90,7 +90,7 @@ def test_the_plan_is_told_before_the_first_step(mixed, capsys):
     assert first < next(n for n, line in enumerate(lines) if "step " in line and "validation" in line)
 
 
-def test_a_run_longer_than_its_sources_is_told_at_once(mixed, capsys):
+def test_a_run_longer_than_its_sources_is_reported_at_once(mixed, capsys):
     file = mixed("long")
     file.write_text(file.read_text().replace('"weight": 0.6', '"weight": 0.6, "max_epochs": 0.1'))
     assert train(file, "training.steps=9999") == 2

@@ -32,7 +32,7 @@ def test_cpus_are_exact_and_gpus_keep_the_order_unless_the_file_says_otherwise(m
     assert choose(TrainingSection(determinism="exact"), torch.device("cuda")).determinism == "exact"
 
 
-def test_libraries_of_gpus_are_told_before_they_start_and_what_the_user_set_stays(monkeypatch):
+def test_libraries_of_gpus_are_reported_before_they_start_and_what_the_user_set_stays(monkeypatch):
     for name in EXACT_ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     prepare_environment(TrainingSection(determinism="order"))

@@ -177,7 +177,7 @@ def test_a_run_on_two_ranks_is_that_of_one_exported_generates_and_is_gone_on_fro
         ({"config": {"max_position_embeddings": 32}}, "64 is more than the model's 32 positions"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_built(hf_yaml, capsys, keys, said):
+def test_mistakes_are_reported_before_anything_is_built(hf_yaml, capsys, keys, said):
     code = train(hf_yaml("opt", "run", keys))
     errors = capsys.readouterr().err
     assert code == 2
@@ -185,7 +185,7 @@ def test_mistakes_are_told_before_anything_is_built(hf_yaml, capsys, keys, said)
     assert len(errors.strip().splitlines()) == 1
 
 
-def test_no_weights_and_pickled_weights_are_told(hf_yaml, folders, tmp_path, capsys):
+def test_no_weights_and_pickled_weights_are_reported(hf_yaml, folders, tmp_path, capsys):
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(folders / "opt" / "config.json", bare)

@@ -1,4 +1,4 @@
-"""What the watch sees beside the losses: times of ranks, waits for data, memory, disk; and where its findings are sent."""
+"""What the watch finds beside the losses (times of ranks, waits for data, memory, disk), and where it sends it."""
 
 import json
 import math

@@ -61,7 +61,7 @@ def test_a_killed_and_a_stopped_run_go_on_to_the_same_bits(run_yaml, tmp_path, m
     assert_same_weights(straight, run)
 
 
-def test_what_changed_since_the_run_last_trained_is_told_and_a_finished_run_is_left_alone(
+def test_what_changed_since_the_run_last_trained_is_printed_and_a_finished_run_is_left_alone(
     run_yaml, tiny_tokenizer, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)

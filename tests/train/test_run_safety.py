@@ -27,7 +27,9 @@ SHORT = {
 }
 
 
-def test_a_second_writer_is_told_who_trains_and_a_killed_one_holds_no_lock(run_yaml, tmp_path, monkeypatch, capsys):
+def test_a_second_writer_is_refused_with_the_owner_and_a_killed_one_holds_no_lock(
+    run_yaml, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "slow_for_safety.py").write_text(SLOW)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)

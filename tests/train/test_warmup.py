@@ -20,7 +20,7 @@ class FirstIsSlow:
 """
 
 
-def test_the_first_step_of_each_session_is_told_apart(run_yaml, tmp_path, monkeypatch, capsys):
+def test_the_first_step_of_each_session_is_measured_apart(run_yaml, tmp_path, monkeypatch, capsys):
     (tmp_path / "first_is_slow.py").write_text(FIRST_IS_SLOW)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -59,7 +59,7 @@ class Uploader:
                 self._problem, self._copied = None, True
                 self.remote.delete(self._surplus(files.step_of(checkpoint) or 0))
                 self.remote.delete_incomplete()
-            except Exception as error:  # of any library; `problem` tells it
+            except Exception as error:  # of any library; `problem` reports it
                 self._problem = reason(error)
                 if isinstance(error, FileNotFoundError) and not checkpoint.exists():
                     self._problem = f"{checkpoint.name} was deleted before it was copied; save less often, or raise "

@@ -95,7 +95,7 @@ class SearchingLoop(ReproducingLoop):
         self.guard.windows = list(self.recorded.skipped)
         outcome = Loop.run(self, step, stop)
         if outcome.status == SEARCHED:
-            self.world.agree(self.tell, only_first=True)
+            self.world.agree(self.report_found, only_first=True)
         return outcome
 
     def due(self, step: int, every: int | None) -> bool:
@@ -144,9 +144,9 @@ class SearchingLoop(ReproducingLoop):
             self.found, self.spread = found[0], found[1:]
         return bool(found)
 
-    def tell(self) -> None:
+    def report_found(self) -> None:
         """Prints and writes the result."""
-        step, found, say = self.state.step + 1, self.found, self.job.console.result
+        step, found, show = self.state.step + 1, self.found, self.job.console.result
         data_step = self.guard.data_step(self.state.step)
         samples = self.data.source.samples(data_step)  # pyright: ignore[reportAttributeAccessIssue]
         batch = [int(samples[0]), int(samples[-1])]
@@ -166,11 +166,11 @@ class SearchingLoop(ReproducingLoop):
             replace_file(path, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
         where = f"{self.recorded.run}: step {step:,}"
         if found is None:
-            say(f"{where}: the loss and all gradients are finite in this repetition (loss {self.state.loss:.5g})")
-            say("  likely cause: kernels without a fixed order of additions, another environment, or faulty hardware")
+            show(f"{where}: the loss and all gradients are finite in this repetition (loss {self.state.loss:.5g})")
+            show("  likely cause: kernels without a fixed order of additions, another environment, or faulty hardware")
             return
         for line in self.lines(where, found, result):
-            say(line)
+            show(line)
 
     def lines(self, where: str, found: Found, result: Mapping[str, Any]) -> list[str]:
         """Returns the result as lines of text."""
@@ -210,7 +210,7 @@ class SearchingLoop(ReproducingLoop):
 
 
 class SearchingTrainer(Trainer):
-    """The trainer of `weft debug nan`. `recorded` says which step is repeated."""
+    """The trainer of `weft debug nan`. `recorded` has the step to repeat."""
 
     def __init__(self, config: Any, recorded: Recorded):
         super().__init__(config)

@@ -141,7 +141,7 @@ class RankWatch:
                 replace_file(self.collectives, recorded)
 
     def _end_at_deadline(self) -> None:
-        """Ends this process at its deadline. Its exit code tells whether a checkpoint of the last step exists."""
+        """Ends this process at its deadline. Its exit code depends on whether a checkpoint of the last step exists."""
         assert self.loop is not None
         state, saver = self.loop.state, self.loop.saver
         if self._ended.wait(0):

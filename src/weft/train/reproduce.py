@@ -218,17 +218,17 @@ class ReproducingLoop(Loop):
         path = self.job.run.path / REPORT
         with report_write_errors(path):
             replace_file(path, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
-        say = self.job.console.result
+        show = self.job.console.result
         if difference is None:
             names = " and ".join(name.replace("grad_norm", "gradient norm") for name in COMPARED)
-            say(f"{recorded.run}: equal, bit by bit: {names} of {counted(equal, 'logged step')}")
+            show(f"{recorded.run}: equal, bit by bit: {names} of {counted(equal, 'logged step')}")
             return False
-        say(
+        show(
             f"{recorded.run}: differs first at step {difference['step']:,}, after {counted(equal, 'equal step')}: "
             f"{difference['metric']} {difference['repeated']!r}, recorded {difference['recorded']!r}"
         )
         for cause in causes:
-            say(f"  likely cause: {cause}")
+            show(f"  likely cause: {cause}")
         return True
 
 
@@ -286,7 +286,7 @@ def _differences(before: Mapping | None, now: Mapping | None, *, short: bool = F
 
 
 class ReproducingTrainer(Trainer):
-    """The trainer of `weft reproduce`. `recorded` says what is repeated."""
+    """The trainer of `weft reproduce`. `recorded` has the steps to repeat."""
 
     def __init__(self, config: Any, recorded: Recorded):
         super().__init__(config)

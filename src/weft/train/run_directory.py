@@ -200,7 +200,7 @@ class RunDirectory:
                 found[f"data.{name} (content)"] = old[name][:12], digest[:12]
         return found
 
-    def raise_unless_accepted(self, changes: Mapping[str, Any], step: int, accepted: bool, say: Any) -> None:
+    def raise_unless_accepted(self, changes: Mapping[str, Any], step: int, accepted: bool, show: Any) -> None:
         """Refuses a resumed run whose training would change, unless the user accepts the changes.
 
         A finished run may become longer.
@@ -209,7 +209,7 @@ class RunDirectory:
             changes: the result of `changes`.
             step: number of updates of earlier sessions.
             accepted: whether the user accepts changes.
-            say: function that prints a line about each change, before the error.
+            show: function that prints a line about each change, before the error.
 
         Raises:
             UserError: a change alters the training, and `accepted` is false.
@@ -221,7 +221,7 @@ class RunDirectory:
         if accepted or not altering:
             return
         for key in altering:
-            say(f"changed since the run last trained: {key}: {changes[key][0]} -> {changes[key][1]}")
+            show(f"changed since the run last trained: {key}: {changes[key][0]} -> {changes[key][1]}")
         raise UserError(
             f"{counted(len(altering), 'change')} of config or data since step {step:,} would alter the training "
             f"({', '.join(altering)}); restore the old values, or use --accept-changes to continue with the new ones, "

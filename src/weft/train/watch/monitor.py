@@ -1,4 +1,4 @@
-"""Defines `Monitor`, which observes times, memory and disk of a run, and tells others about the run."""
+"""Defines `Monitor`, which observes times, memory and disk of a run, and reports them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Monitor:
         self._judges_times = not isinstance(loop.data.source, RolloutSource)
         self._suspects: Counter[tuple[str, int]] = Counter()  # (kind, rank) -> comparisons in a row
         self._growth: dict[tuple[str, int], Growth] = defaultdict(Growth)
-        self._told: set[str] = set()
+        self._reported_disks: set[str] = set()
         self._step_time: float | None = None
         self._seconds = self._data = 0.0  # since the last comparison
         self._steps = 0
@@ -160,9 +160,9 @@ class Monitor:
         size = total_bytes(saved[-1]) if saved else self._first_size()
         free = shutil.disk_usage(folder).free
         if free >= 2 * size:
-            self._told.discard(str(folder))
-        elif str(folder) not in self._told:
-            self._told.add(str(folder))
+            self._reported_disks.discard(str(folder))
+        elif str(folder) not in self._reported_disks:
+            self._reported_disks.add(str(folder))
             self._report(
                 "disk",
                 f"{folder}: {byte_size(free)} are free, but a checkpoint needs {'' if saved else 'about '}"
@@ -251,7 +251,7 @@ class Monitor:
 
 
 class NoMonitor(Monitor):
-    """Observes nothing: a profile or a repetition of steps tells nobody."""
+    """Observes nothing, for a profile or a repetition of steps."""
 
     def begin(self, step: int) -> None:
         """Starts nothing."""
