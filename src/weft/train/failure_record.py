@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from weft.observe.manifest import local_time
 
 FILE = "failures.jsonl"
 RANKS = "ranks"
+AGENTS = "torchrun-agents"
 RUN_ID = "TORCHELASTIC_RUN_ID"  # environment variable: torchrun's id of the job
 LINES = 20  # last lines of an error, or of a rank's stderr, that the record of a failure has
 
@@ -137,29 +139,43 @@ class RankRecord:
             self.path.write_text(json.dumps(self.content), encoding="utf-8")
 
 
-def has_begun(run: Path, number: int) -> bool:
+def agent() -> str:
+    """Returns an id of the agent of torchrun that started this rank. All its attempts have the same id.
+
+    The id is torchrun's folder for logs, which no other agent of the host has. (Every job without `--rdzv-id` has the
+    same id of the job, `none`.) Without this folder (`--log-dir /dev/null`), the id is that of the job.
+    """
+    errors = os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # FOLDER/attempt_N/LOCAL_RANK/error.json
+    return f"{socket.gethostname()} {errors.rpartition('/attempt_')[0] or os.environ.get(RUN_ID)}"
+
+
+def has_begun(run: Path, number: int, agents: Collection[str]) -> bool:
     """Whether an earlier attempt of this torchrun has begun the run, which `--fresh` must not start over again.
+
+    One agent in common is enough, because others may have been lost and replaced.
 
     Args:
         number: number of this attempt, counted from 1.
+        agents: the agents of all ranks (see `agent`).
     """
     with suppress(OSError):
-        return number > 1 and (run / "logs" / "torchrun-id").read_text(encoding="utf-8") == os.environ.get(RUN_ID)
+        recorded = (run / "logs" / AGENTS).read_text(encoding="utf-8").splitlines()
+        return number > 1 and not set(agents).isdisjoint(recorded)
     return False
 
 
-def record_last_attempt(run: Path, torchrun: str) -> None:
+def record_last_attempt(run: Path, agents: Collection[str]) -> None:
     """Records the failure that the ranks of the last attempt left behind, if there was one. The first rank calls it.
 
     A rank that was killed left no end in its file. It is taken for the cause; otherwise the rank that failed first. If
     the ranks hung, it is a rank that is behind the others and does not wait for them.
 
     Args:
-        torchrun: torchrun's id of the job, which the next attempt compares with its own (see `has_begun`).
+        agents: the agents of all ranks, which the next attempt compares with its own (see `has_begun`).
     """
     with suppress(OSError):
         (run / "logs").mkdir(exist_ok=True)
-        (run / "logs" / "torchrun-id").write_text(torchrun, encoding="utf-8")
+        (run / "logs" / AGENTS).write_text("".join(f"{one}\n" for one in sorted(agents)), encoding="utf-8")
     found = []
     for path in sorted((run / "logs" / RANKS).glob("*.json")):
         with suppress(OSError, ValueError):  # written by half

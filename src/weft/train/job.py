@@ -22,7 +22,7 @@ from weft.parallel.ranks import all_gather_object
 from weft.parallel.world import World
 from weft.processes import attempt
 from weft.train.auto_settings import agree_on_settings
-from weft.train.failure_record import RUN_ID, RankRecord, has_begun, record_last_attempt
+from weft.train.failure_record import RUN_ID, RankRecord, agent, has_begun, record_last_attempt
 from weft.train.rank_watch import RankWatch
 from weft.train.run_directory import RunDirectory, claim, warn_of_other_writers
 
@@ -120,7 +120,8 @@ def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool, s
     path = config.run_directory
     remember_code(config.as_dict())
     number = world.agree(attempt, only_first=True)  # a host that joined later counts fewer
-    over = world.agree(lambda: fresh and not has_begun(path, number), only_first=True)
+    agents = set(all_gather_object(agent())) if RUN_ID in os.environ else set()
+    over = world.agree(lambda: fresh and not has_begun(path, number, agents), only_first=True)
     lock = world.agree(lambda: claim(path, fresh=over), only_first=True)
     remote: RemoteRun | None = None
     if saves and (url := config.checkpoint.remote) is not None:
@@ -142,8 +143,8 @@ def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool, s
         console.warning(warning)
     run = RunDirectory(path, lock if world.rank == 0 else None)
     watch = RankWatch(path, world.rank, world.ranks, config.training.hang_timeout, number)
-    if RUN_ID in os.environ:
-        world.agree(lambda: record_last_attempt(path, os.environ[RUN_ID]), only_first=True)
+    if agents:
+        world.agree(lambda: record_last_attempt(path, agents), only_first=True)
         watch.record = RankRecord(path, world.rank, number)
     config = run.with_dtype(config)
     config = config.model_copy(update={"training": agree_on_settings(config.training, world)})
