@@ -1,6 +1,8 @@
 """`checkpoint.remote`: copies in an object store, and runs that continue from them on a host that has nothing."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import ClassVar
@@ -226,6 +228,26 @@ def test_an_outage_is_not_taken_for_damage_of_the_newest_copy(tmp_path, monkeypa
     (tmp_path / "run").mkdir()
     with pytest.raises(UserError, match=r"^checkpoint\.remote: flaky://bucket/some: OSError: .*Slow Down; check"):
         module.open_remote(tmp_path / "run", copies.url, fresh=False)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_full_local_disk_is_named_at_once_and_not_the_store(tmp_path, monkeypatch, code):
+    copies, tries = copied("flaky", tmp_path), []
+
+    def fails(self, path, target, **options):
+        tries.append(target)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Flaky, "get_file", fails)
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(UserError) as caught:
+        module.open_remote(run, copies.url, fresh=False)
+    said = str(caught.value)
+    assert said.startswith(f"{run / 'checkpoints' / 'step-00000020'}: cannot be written: {os.strerror(code)}; ")
+    assert "checkpoint.remote" not in said
+    assert len(tries) == 1
+    assert not list((run / "checkpoints").glob("*"))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"files": ["some"]}', b'{"files": {"some": "many"}}', None])

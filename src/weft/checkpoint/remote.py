@@ -8,6 +8,7 @@ incomplete upload, which is never used. Beside the checkpoints are copies of the
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -31,6 +32,7 @@ CURRENT, COMPLETE = "current.json", "complete.json"
 SIDE_FILES = ("config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl")
 SIDE_FOLDERS = ("tokenizer",)
 TRIES, FIRST_WAIT = 5, 1.0  # attempts of an operation, and seconds before the second one; each further wait is doubled
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # errors of a disk, which waiting does not mend
 log = logging.getLogger("weft.train")
 Result = TypeVar("Result")
 
@@ -54,8 +56,9 @@ class RemoteRun:
         import fsspec
 
         self.url, self.name = url.rstrip("/"), name
+        where = f"checkpoint.remote: {masked(url)}"
         if not all(self.url.partition("://")):
-            raise UserError(f"checkpoint.remote: {masked(url)} is no URL; use one such as s3://bucket/prefix")
+            raise UserError(f"{where} is no URL; use one such as s3://bucket/prefix")
         try:
             self.store, self.root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True)
             self._is_folder = hasattr(self.store, "auto_mkdir")
@@ -64,9 +67,7 @@ class RemoteRun:
         except ImportError as error:
             raise UserError(f"checkpoint.remote: {error}; for s3:// run `pip install 'weft-train[remote]'`") from None
         except (ValueError, OSError) as error:
-            raise UserError(
-                f"checkpoint.remote: {masked(url)}: {error}; use a URL such as s3://bucket/prefix"
-            ) from None
+            raise UserError(f"{where}: {error}; use a URL such as s3://bucket/prefix") from None
 
     def _path(self, *names: str) -> str:
         return "/".join((self.root, self.name, *names))
@@ -237,10 +238,9 @@ class RemoteRun:
         with hidden_folder(target) as partial:
             for name in sizes:
                 if Path(name).name != name:
-                    raise DamagedCopy(
-                        f"{masked(self._of(step, COMPLETE))} lists {name!r}, which is outside; do not use it"
-                    )
-                self._reads(lambda name=name: self.store.get_file(self._of(step, name), str(partial / name)))
+                    marker = masked(self._of(step, COMPLETE))
+                    raise DamagedCopy(f"{marker} lists {name!r}, which is outside; do not use it")
+                self._reads(lambda name=name: self.store.get_file(self._of(step, name), str(partial / name)), target)
             if (damage := files.find_damage(partial)) is not None:
                 raise DamagedCopy(f"damaged checkpoint: {damage.file.name}: {damage.what}", Path(self._of(step)))
             sync_tree(partial)
@@ -257,21 +257,24 @@ class RemoteRun:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(target, self._reads(lambda path=path: self.store.cat_file(path)))
 
-    def _reads(self, action: Callable[[], Result]) -> Result:
+    def _reads(self, action: Callable[[], Result], target: Path | None = None) -> Result:
         try:
             return self._attempt(action)
         except Exception as error:  # of any library
+            if target is not None and isinstance(error, OSError) and error.errno in NO_ROOM:
+                what = f"cannot be written: {error.strerror}; free space and run the same command again"
+                raise UserError(what, target) from error
             kind = DamagedCopy if isinstance(error, FileNotFoundError) else UserError
-            what = f"checkpoint.remote: {masked(self.url)}: {reason(error)}"
-            raise kind(f"{what}; check the URL and the credentials") from error
+            where = f"checkpoint.remote: {masked(self.url)}"
+            raise kind(f"{where}: {reason(error)}; check the URL and the credentials") from error
 
     def _attempt(self, action: Callable[[], Result]) -> Result:
         for number in range(TRIES):
             try:
                 return action()
             except Exception as error:  # of any library
-                local = isinstance(error, FileNotFoundError | PermissionError)
-                if number == TRIES - 1 or local:
+                lasts = isinstance(error, FileNotFoundError | PermissionError) or getattr(error, "errno", 0) in NO_ROOM
+                if number == TRIES - 1 or lasts:
                     raise
                 log.info("%s: %s; trying again", masked(self.url), reason(error))
                 time.sleep(FIRST_WAIT * 2**number)
