@@ -55,6 +55,21 @@ def flip(path):
     path.write_bytes(data)
 
 
+def test_files_that_no_save_wrote_are_reported_and_are_no_damage(run, capsys):
+    extra = run / "checkpoints" / "step-00000003"
+    (extra / "notes.txt").write_text("mine")
+    (extra / "export").mkdir()
+    assert weft("verify", run) == 0
+    printed = capsys.readouterr()
+    (line,) = [line for line in printed.err.splitlines() if "checksums.json" in line]
+    assert f"{extra}: 2 entries are not in checksums.json: export, notes.txt; " in line
+    assert "move or delete them" in line
+    assert len(printed.out.splitlines()) == 6
+    (extra / "checksums.json").unlink()  # then nothing is listed, which is damage, and reported once
+    assert weft("verify", extra) == 2
+    assert "not in checksums.json" not in capsys.readouterr().err
+
+
 def test_list(run, capsys):
     os.truncate(run / "checkpoints" / "step-00000004" / "state.json", 5)
     (run / "checkpoints" / ".step-00000007.partial").mkdir()

@@ -230,6 +230,16 @@ def test_an_outage_is_not_taken_for_damage_of_the_newest_copy(tmp_path, monkeypa
         module.open_remote(tmp_path / "run", copies.url, fresh=False)
 
 
+def test_a_folder_in_a_checkpoint_is_not_copied(tmp_path):
+    folder = tmp_path / "run" / "checkpoints" / "step-00000010"
+    (folder / "export").mkdir(parents=True)
+    (folder / "some").write_text("content")
+    copies = module.RemoteRun("memory://bucket/some", "a1")
+    copies.upload(folder, tmp_path / "run")
+    assert copies.steps() == [10]
+    assert sorted(name.rpartition("/")[2] for name in MemoryFileSystem.store) == ["complete.json", "some"]
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_a_full_local_disk_is_named_at_once_and_not_the_store(tmp_path, monkeypatch, code):
     copies, tries = copied("flaky", tmp_path), []

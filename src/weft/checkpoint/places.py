@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +28,7 @@ class Placed:
         saved: when the save or the upload ended; None if the store does not know it.
         state: "complete", or what it lacks.
         verify: function that reads its contents, and returns what is damaged; None if nothing is.
+        unlisted: names of the files and folders in its folder that checksums.json does not list.
     """
 
     place: str
@@ -37,6 +38,7 @@ class Placed:
     saved: datetime | None
     state: str
     verify: Callable[[], str | None]
+    unlisted: Sequence[str] = ()
 
     @property
     def complete(self) -> bool:
@@ -100,7 +102,8 @@ def _in_run(path: Path) -> Placed:
         damage = files.find_damage(path)
         return None if damage is None else f"{damage.file}: damaged checkpoint: {damage.what}"
 
-    return Placed(RUN, str(path), files.step_of(path) or 0, found.bytes, found.saved, state, verify)
+    step, unlisted = files.step_of(path) or 0, _unlisted(path)
+    return Placed(RUN, str(path), step, found.bytes, found.saved, state, verify, unlisted)
 
 
 def _on_host(path: Path) -> Placed:
@@ -119,7 +122,16 @@ def _on_host(path: Path) -> Placed:
         damage = files.find_damage(path, only=here)
         return None if damage is None else f"{damage.file}: damaged local checkpoint: {damage.what}"
 
-    return Placed(LOCAL, str(path), files.step_of(path) or 0, found.bytes, found.saved, state, verify)
+    step, unlisted = files.step_of(path) or 0, _unlisted(path)
+    return Placed(LOCAL, str(path), step, found.bytes, found.saved, state, verify, unlisted)
+
+
+def _unlisted(path: Path) -> list[str]:
+    """Returns the names in a checkpoint's folder that checksums.json does not list; [] if checksums.json is damaged."""
+    listed = files.read_checksums(path)
+    if isinstance(listed, files.Damage):
+        return []
+    return sorted(one.name for one in path.iterdir() if one.name not in listed and one.name != files.CHECKSUMS)
 
 
 def _stored(remote: RemoteRun, all_bytes: bool) -> Iterator[Placed]:

@@ -119,7 +119,7 @@ class RemoteRun:
         """
         step = files.step_of(checkpoint)
         assert step is not None
-        sizes = {file.name: file.stat().st_size for file in sorted(checkpoint.iterdir())}
+        sizes = {file.name: file.stat().st_size for file in sorted(checkpoint.iterdir()) if file.is_file()}
         self._remove_marker(step)
         for name, size in sizes.items():
             self._attempt(lambda name=name, size=size: self._put(checkpoint / name, self._of(step, name), size))
