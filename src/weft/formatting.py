@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -160,6 +161,8 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 _SECRET = re.compile(r"(^|[._-])(api[_-]?key|access[_-]?key|token|secret|password|passwd|credentials?|webhook)$", re.I)
+_PUBLIC = re.compile(r"(^|[.-])(run\.(name|directory)|model\.preset|type)$")
+SECRET_LENGTH = 6  # a shorter value of a variable such as MY_TOKEN is no secret
 _LOGIN = re.compile(r"(://[^/@:\s]*):[^/@\s]+@")
 
 
@@ -168,10 +171,24 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
+def secret_variable(key: str, value: Any) -> str | None:
+    """Returns the name of the environment variable whose secret a value equals; None if the value is no secret.
+
+    Names of runs, presets and types of components are no secrets, because folders and reports contain them.
+
+    Args:
+        key: dotted key of the value in a config.
+    """
+    if not isinstance(value, str) or len(value) < SECRET_LENGTH or _PUBLIC.search(key):
+        return None
+    return next((name for name, secret in os.environ.items() if secret == value and is_secret(name)), None)
+
+
 def without_secrets(words: Sequence[str]) -> list[str]:
     """Returns the words of a command line with `***` in place of secrets.
 
-    Secrets are the values of options and keys such as `--api-key` and `password=`, and passwords in URLs.
+    Secrets are the values of options and keys such as `--api-key` and `password=`, values that equal the secret of an
+    environment variable, and passwords in URLs.
     """
     shown: list[str] = []
     for number, word in enumerate(words):
@@ -179,18 +196,27 @@ def without_secrets(words: Sequence[str]) -> list[str]:
         before = words[number - 1] if number else ""
         if before.startswith("--") and "=" not in before and is_secret(before):
             word = "***"
-        elif equals and value and is_secret(name):
+        elif equals and value and (is_secret(name) or secret_variable(name, value)):
             word = f"{name}=***"
+        elif secret_variable(before, word):
+            word = "***"
         shown.append(_LOGIN.sub(r"\1:***@", word))
     return shown
 
 
 def masked(tree: Any, name: str = "") -> Any:
-    """Returns plain data with `***` in place of secrets: texts whose key is that of a secret, and passwords in URLs."""
+    """Returns plain data with `***` in place of secrets.
+
+    Secrets are texts whose key is that of a secret, values that equal the secret of an environment variable, and
+    passwords in URLs.
+
+    Args:
+        name: dotted key of `tree` itself.
+    """
     if isinstance(tree, dict):
-        return {key: masked(value, str(key)) for key, value in tree.items()}
+        return {key: masked(value, f"{name}.{key}" if name else str(key)) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [masked(value, name) for value in tree]
     if not isinstance(tree, str):
         return tree
-    return "***" if is_secret(name) else _LOGIN.sub(r"\1:***@", tree)
+    return "***" if is_secret(name) or secret_variable(name, tree) else _LOGIN.sub(r"\1:***@", tree)

@@ -14,6 +14,7 @@ from forked import Forked
 from running import QUIET, SLOW, finish, losses, train, until_step
 
 import weft.files
+from weft.cli.main import main
 from weft.errors import UserError
 from weft.formatting import masked, without_secrets
 from weft.processes import boot_id
@@ -132,9 +133,9 @@ def test_stores_of_earlier_versions_have_no_sample_and_are_verified_completely(r
 
 def test_secrets_of_the_command_line_and_of_the_environment_are_in_no_file(run_yaml, tmp_path, monkeypatch):
     monkeypatch.setenv("SERVICE_TOKEN", "hunter2hunter2")
-    monkeypatch.setattr(
-        "sys.argv", ["weft", "train", "--api-key", "sesame123", "x.api_key=sesame123", "s3://me:sesame123@host/x"]
-    )
+    words = ["weft", "train", "--api-key", "sesame123", "x.api_key=sesame123", "s3://me:sesame123@host/x"]
+    words += ["callbacks.0.note=hunter2hunter2", "--note=hunter2hunter2", "--note", "hunter2hunter2"]
+    monkeypatch.setattr("sys.argv", words)
     (tmp_path / "kept_for_safety.py").write_text("class Kept:\n    def __init__(self, note: str):\n        pass\n")
     (tmp_path / "kept_for_safety.py").write_text(
         "class Kept:\n    def __init__(self, note: str):\n        self.note = note\n\n    def step(self, state):\n"
@@ -142,7 +143,8 @@ def test_secrets_of_the_command_line_and_of_the_environment_are_in_no_file(run_y
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    file = run_yaml(**SHORT, callbacks=[{"type": "kept_for_safety:Kept", "note": "${SERVICE_TOKEN}"}])
+    callbacks = [{"type": "kept_for_safety:Kept", "note": "${SERVICE_TOKEN}"}]
+    file = run_yaml(**SHORT | {"log": {"trackers": ["tensorboard"]}}, callbacks=callbacks)
     assert train(file) == 0
     for path in (tmp_path / "runs").rglob("*"):
         if path.is_file():
@@ -150,6 +152,25 @@ def test_secrets_of_the_command_line_and_of_the_environment_are_in_no_file(run_y
             assert b"sesame123" not in content, path
             assert b"hunter2hunter2" not in content, path
     assert train(file, "training.steps=3") == 0  # the saved config still equals the file
+
+
+def test_the_name_of_a_run_and_the_type_of_a_component_are_no_secrets(run_yaml, tmp_path, monkeypatch):
+    """Its folder has the name anyway. Without the variable, the run is still found, and resumes."""
+    monkeypatch.setenv("SERVICE_TOKEN", "demonstration")
+    monkeypatch.setenv("OTHER_PASSWORD", "constant")
+    named = SHORT | {"schedule": {"type": "constant", "warmup_steps": 0}, "run": {"name": "demonstration"}}
+    monkeypatch.setattr("sys.argv", ["weft", "train", "run.name=demonstration", "schedule.type=constant"])
+    assert train(run_yaml(**named)) == 0
+    run = tmp_path / "runs" / "demonstration"
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["name"] == "demonstration"
+    assert manifest["command"] == "weft train run.name=demonstration schedule.type=constant"
+    saved = (run / "config.yaml").read_text()
+    assert "name: demonstration" in saved
+    assert "type: constant" in saved
+    monkeypatch.delenv("SERVICE_TOKEN")
+    monkeypatch.delenv("OTHER_PASSWORD")
+    assert main(["config", "show", str(run / "config.yaml")]) == 0
 
 
 def test_what_is_a_secret_and_what_is_not():

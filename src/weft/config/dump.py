@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +16,10 @@ from weft.config.suggest import RENAMED
 from weft.config.tree import read_file, without_variables
 from weft.errors import ConfigError, Problem, UserError
 from weft.families import presets
-from weft.formatting import is_secret
+from weft.formatting import secret_variable
 
 _PLAIN = re.compile(r"[A-Za-z][\w./-]*( [\w./-]+)*")
 _COMMENT_COLUMN = 60
-SECRET_LENGTH = 6  # a shorter value of a variable such as MY_TOKEN is no secret
 
 
 def dump_yaml(config: RunConfig, *, origins: bool = False) -> str:
@@ -37,17 +35,26 @@ def dump_yaml(config: RunConfig, *, origins: bool = False) -> str:
             lines.append(f"{section}:")
             for key, value in content.items():
                 if not _left_out(config, section, key, value):
-                    _write(lines, config, f"{section}.{key}", f"  {_spell(key)}: {_spell(value)}", origins)
+                    _write(
+                        lines,
+                        config,
+                        f"{section}.{key}",
+                        f"  {_spell(key)}: {_spell(value, f'{section}.{key}')}",
+                        origins,
+                    )
             if lines[-1] == f"{section}:":
                 lines[-1] += " {}"
         elif content is not None:
-            _write(lines, config, section, f"{section}: {_spell(content)}", origins)
+            _write(lines, config, section, f"{section}: {_spell(content, section)}", origins)
     return "\n".join(lines) + "\n"
 
 
 def dump_section(name: str, keys: Mapping[str, Any]) -> str:
     """Returns one section as YAML."""
-    return "\n".join([f"{name}:", *(f"  {_spell(key)}: {_spell(value)}" for key, value in keys.items())]) + "\n"
+    return (
+        "\n".join([f"{name}:", *(f"  {_spell(key)}: {_spell(value, f'{name}.{key}')}" for key, value in keys.items())])
+        + "\n"
+    )
 
 
 def _write(lines: list[str], config: RunConfig, key: str, line: str, origins: bool) -> None:
@@ -73,8 +80,12 @@ def _left_out(config: RunConfig, section: str, key: str, value: Any) -> bool:
     return field is not None and field.default is None
 
 
-def _spell(value: Any) -> str:
-    """Returns a value as YAML 1.2, in a form that readers of YAML 1.1 read as the same value."""
+def _spell(value: Any, key: str = "") -> str:
+    """Returns a value as YAML 1.2, in a form that readers of YAML 1.1 read as the same value.
+
+    Args:
+        key: dotted key of the value.
+    """
     if isinstance(value, bool) or value is None or isinstance(value, int):
         return json.dumps(value)
     if isinstance(value, float):
@@ -84,12 +95,15 @@ def _spell(value: Any) -> str:
         mantissa, e, exponent = text.partition("e")
         return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else text
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_spell, value))}]"
+        return f"[{', '.join(_spell(item, key) for item in value)}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_spell(str(key))}: {_spell(item)}" for key, item in value.items()) + "}"
-    for name, secret in os.environ.items():  # not written to files: it is read from the environment again
-        if secret == value and len(secret) >= SECRET_LENGTH and is_secret(name):
-            return f'"${{{name}}}"'
+        return (
+            "{"
+            + ", ".join(f"{_spell(str(name))}: {_spell(item, f'{key}.{name}')}" for name, item in value.items())
+            + "}"
+        )
+    if (variable := secret_variable(key, value)) is not None:  # read from the environment again
+        return f'"${{{variable}}}"'
     text = without_variables(str(value))
     plain = _PLAIN.fullmatch(text) and text.lower() not in ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
     # YAML has JSON's escapes, except surrogate pairs: so characters are not escaped if they are printable.
