@@ -50,6 +50,7 @@ NOTES = """\
 - Whole run: a block of steps with one save, with the wait until the save is complete, less the same steps without a
   save, in turns, as a share of the time between two saves: median and range of neighbours.
 - Waiting threads sleep soon (GOMP_SPINCOUNT), and large tensors are in huge pages, as `weft train` sets it.
+- Save: bytes of a checkpoint per second of a synchronous stall.
 - Load: the last checkpoint into the model and the optimizer, in the same process. The kernel is asked to forget the
   files before, also before the disk's own read. Weft verifies every byte.
 - Weft hashes every byte (SHA-256) and waits for the disk (fsync). `dcp.save` also waits for the disk, without a hash;
@@ -284,13 +285,13 @@ def table(found: dict) -> str:
         NOTES,
         "",
         "| way | stall | of Weft's sync stall | CPU of the stall | CPU of a save | whole run, more than without | "
-        "CPU, more | load, GB/s |",
-        "| --- |" + " ---: |" * 7,
+        "CPU, more | save, GB/s | load, GB/s |",
+        "| --- |" + " ---: |" * 8,
     ]
     sync = statistics.median(found["ways"]["weft-sync"]["stalls"])
     for way, got in found["ways"].items():
         if "failed" in got:
-            lines.append(f"| {WAYS[way]} | {got['failed'].splitlines()[-1][:80]} |" + " |" * 6)
+            lines.append(f"| {WAYS[way]} | {got['failed'].splitlines()[-1][:80]} |" + " |" * 7)
             continue
         pairs = list(zip(got["with"], got["without"], strict=True))
         share = found["steps"] / found["every"]
@@ -300,7 +301,8 @@ def table(found: dict) -> str:
         lines.append(
             f"| {WAYS[way]} | {spread([1e3 * one for one in got['stalls']], '.1f')} ms | {stall / sync:.1%} | "
             f"{1e3 * statistics.median(got['stalls_cpu']):.1f} ms | {cpu:.2f} s | {spread(more, '+.1%')} | "
-            f"{statistics.median(cpu_more):+.1%} | {size / statistics.median(got['load']) / 1e9:.2f} |"
+            f"{statistics.median(cpu_more):+.1%} | {'-' if 'async' in way else f'{size / stall / 1e9:.2f}'} | "
+            f"{size / statistics.median(got['load']) / 1e9:.2f} |"
         )
     return "\n".join(lines) + "\n"
 

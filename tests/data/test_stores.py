@@ -308,3 +308,10 @@ def test_after_a_kill_the_same_call_makes_the_same_store(tmp_path):
     for name in ("tokens.bin", "store.json", "duplicates.jsonl"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "in", "out"]
+
+
+def test_an_open_store_is_read_only(tmp_path):
+    store = make(tmp_path / "in", 5, mask=True)
+    for array in (store.tokens, store.lengths, store.offsets, store.loss_mask):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1

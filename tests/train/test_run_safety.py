@@ -18,7 +18,7 @@ from weft.cli.main import main
 from weft.errors import UserError
 from weft.formatting import masked, without_secrets
 from weft.processes import boot_id
-from weft.train.run_directory import claim
+from weft.train.run_directory import claim, warn_of_other_writers
 
 SHORT = {
     "training": {"steps": 2, "batch_tokens": 256, "threads": 1},
@@ -191,3 +191,12 @@ def test_a_directory_that_everybody_can_change_is_a_warning(run_yaml, tmp_path, 
     run.chmod(0o777)
     assert train(run_yaml(**SHORT)) == 0
     assert f"{run} can be changed by all users of this host" in capsys.readouterr().err
+
+
+def test_a_directory_of_another_user_is_a_warning(tmp_path, monkeypatch):
+    assert warn_of_other_writers(tmp_path) is None
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    warning = warn_of_other_writers(tmp_path) or ""
+    assert warning.startswith(f"{tmp_path} belongs to another user (uid {owner}), ")
+    assert warning.endswith("; set run.directory")

@@ -86,7 +86,8 @@ def warn_of_other_writers(path: Path) -> str | None:
     """Returns a warning if other users own or can change a run directory, from which a run reads its checkpoints."""
     found = path.stat()
     if found.st_uid != os.getuid():
-        return f"{path} belongs to another user (uid {found.st_uid}), who can change the checkpoints of this run"
+        owner = f"belongs to another user (uid {found.st_uid}), who can change the checkpoints of this run"
+        return f"{path} {owner}; set run.directory"
     if found.st_mode & 0o002:
         return f"{path} can be changed by all users of this host; protect it: chmod o-w {path}"
     return None
