@@ -35,7 +35,7 @@ def test_a_second_writer_is_refused_with_the_owner_and_a_killed_one_holds_no_loc
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     slow = {"type": "slow_for_safety:Slow", "seconds": 0.2, "warmup_steps": 0}
-    file = run_yaml(**SHORT | {"schedule": slow, "training": SHORT["training"] | {"steps": 30}})
+    file = run_yaml(**SHORT | {"schedule": slow, "training": SHORT["training"] | {"steps": 300}})
     process = Forked("train", file, cwd=tmp_path)
     until_step(process, tmp_path / "runs" / "demo", 1)
     assert train(file) == 2
