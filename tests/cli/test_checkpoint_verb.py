@@ -182,7 +182,10 @@ def test_convert(run, tmp_path, capsys):
     newest = run / "checkpoints" / "step-00000006"
     assert weft("convert", run, tmp_path / "one") == 0
     assert weft("diff", newest, tmp_path / "one") == 0
+    assert (tmp_path / "one" / "tokenizer").is_dir()
+    capsys.readouterr()
     assert weft("verify", tmp_path / "one") == 0
+    assert "checksums.json" not in capsys.readouterr().err  # the tokenizer is part of a converted checkpoint
     assert weft("convert", run, tmp_path / "hf", "--to", "hf") == 0
     assert weft("convert", tmp_path / "hf", tmp_path / "back") == 0
     capsys.readouterr()

@@ -16,6 +16,7 @@ from weft.checkpoint.remote import RemoteRun, recorded_copies
 from weft.errors import UserError
 from weft.formatting import counted, masked
 
+TOKENIZER = "tokenizer"  # folder in checkpoints of `weft import`, `convert` and `average`, which is not listed
 RUN, LOCAL, STORE = "run", "local", "store"  # names of the places
 
 
@@ -131,7 +132,8 @@ def _unlisted(path: Path) -> list[str]:
     listed = files.read_checksums(path)
     if isinstance(listed, files.Damage):
         return []
-    return sorted(one.name for one in path.iterdir() if one.name not in listed and one.name != files.CHECKSUMS)
+    known = {*listed, files.CHECKSUMS, TOKENIZER}
+    return sorted(one.name for one in path.iterdir() if one.name not in known)
 
 
 def _stored(remote: RemoteRun, all_bytes: bool) -> Iterator[Placed]:
