@@ -31,5 +31,6 @@ def test_commands_of_the_page(here, capsys):
     assert "step_seconds: " in differences
     plan = read_plan("plan.py")
     assert plan.devices == 8
-    assert Shard(1) in plan.inputs.values()  # each layer treats each position of the sequence alone
+    splits = plan.parameters["layers.*.up.weight"], plan.parameters["layers.*.down.weight"]
+    assert splits == (Shard(0), Shard(1))  # columns, then rows
     assert len((here / "plan.py").read_text().splitlines()) < 60

@@ -121,6 +121,11 @@ def dropout():
     return TiedGPT(layers=2, dropout=0.2)
 
 
+def wide():
+    """A GPT whose layers are worth splitting."""
+    return TiedGPT(hidden=512, vocab=64, layers=8)
+
+
 class Centered(nn.Module):
     """A loss that is no mean over rows: it subtracts the mean of the batch."""
 

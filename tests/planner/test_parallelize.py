@@ -5,12 +5,14 @@ import json
 import parallelize_parts
 import pytest
 import torch
+from modules_to_parallelize import inputs_of, make
 from torch import nn
 from torch.distributed.tensor import Shard
 from transformers_to_parallelize import CASES, FLOAT32
 
 import weft
 from weft.errors import UserError
+from weft.planner.parallelize.dry_run import dry_run
 from weft.planner.parallelize.plan import Plan
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -34,10 +36,21 @@ def check(ranks, number, cases):
 
 
 def test_sharded_data_and_sharded_layers_are_one_process(ranks):
-    dp = {"dp": 2}
+    dp, kept = {"dp": 2}, {"dp": 2, "reshard_after_forward": False}
     rows = {"dp": 2, "islands": {"": "rows"}}
     channels = {"tp": 2, "parameters": {"a.*": Shard(0), "up.*": Shard(0)}}
     check(ranks, 2, [("gpt", dp), ("vit", dp), ("unet", dp), ("experts", rows), ("gpt", TP), ("unet", channels)])
+    check(ranks, 2, [("gpt", kept), ("gpt", kept | {"recompute": ("h.*",)})])
+
+
+def test_parameters_that_are_kept_are_gathered_once():
+    (ids,), kwargs = inputs_of("gpt")
+    kept, again = (
+        dry_run(Plan(dp=2, reshard_after_forward=reshard), make("gpt"), (ids,), kwargs).counts["all_gather_into_tensor"]
+        for reshard in (False, True)
+    )
+    used = {id(parameter) for parameter in make("gpt").parameters()}  # once in forward
+    assert len(used) <= kept < again <= 2 * kept
 
 
 def test_two_axes_are_one_process(ranks):

@@ -20,8 +20,10 @@ def llama():
     return search_plan(make, example, devices=8, hardware="h100-sxm")
 
 
-def best_with(search, tp: int, recompute: bool = False) -> Found:
-    return next(one for one in search.found if one.setting.tp == tp and one.setting.recompute == recompute)
+def best_with(search, tp: int, recompute: bool = False, reshard: bool = True) -> Found:
+    wanted = tp, recompute, reshard
+    found = [(one.setting.tp, one.setting.recompute, one.setting.reshard) for one in search.found]
+    return search.found[found.index(wanted)]
 
 
 def test_llama_gets_columns_rows_and_sequence_parallelism(llama):
@@ -68,10 +70,17 @@ def test_the_large_vocabulary_is_split(llama):
 def test_small_memory_brings_recomputation(llama):
     _, search, best = llama
     assert not best.setting.recompute
-    without, with_it = best_with(search, 4), best_with(search, 4, recompute=True)
+    every = Search(search.space)
+    for setting in meshes(search.space.graph, 8):
+        solve_setting(every, load_hardware("h100-sxm"), setting, 80e9, 10.0)
+    without, with_it = best_with(every, 4), best_with(every, 4, recompute=True)
     assert with_it.choice.memory < without.choice.memory
     assert with_it.choice.cost > without.choice.cost
-    least = min(one.choice.memory for one in search.found if not one.setting.recompute)
+    kept = best_with(every, 4, reshard=False)
+    assert kept.choice.memory > without.choice.memory
+    assert kept.choice.cost < without.choice.cost
+    assert [one.setting.recompute or one.setting.reshard for one in search.found].count(True) == 1  # that with dp 1
+    least = min(one.choice.memory for one in every.found if not one.setting.recompute)
     again = Search(search.space)
     for setting in meshes(search.space.graph, 8):
         solve_setting(again, load_hardware("h100-sxm"), setting, 0.6 * least, 10.0)

@@ -4,10 +4,13 @@ import pytest
 import stage_parts
 import staged_modules
 import torch
+from planner_hardware import ideal
 
 from weft.errors import UserError
 from weft.planner.parallelize.plan import Plan
 from weft.planner.parallelize.read import read_plan
+from weft.planner.parallelize.search import search_plan
+from weft.planner.parallelize.stage_search import simulate
 from weft.planner.parallelize.verify import verify_plan
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -84,6 +87,44 @@ def test_stages_are_the_same_in_the_file_and_after_edits(tmp_path):
     assert (found.micro_batches, found.pp, found.schedule) == (8, 2, "1F1B")
 
 
+HOSTS = [
+    {"name": "within", "devices": 4, "latency_us": 1, "bandwidth_gb_s": 400.0},
+    {"name": "between", "latency_us": 20, "bandwidth_gb_s": 2.0},
+]
+
+
+def test_slow_links_between_hosts_get_stages_between_and_tensor_parallelism_within(ranks):
+    ids = torch.zeros(2, 64, dtype=torch.int64, device="meta")
+    plan, search, _ = search_plan(
+        staged_modules.wide, (ids, ids), devices=8, hardware=ideal(HOSTS, tflops=10.0), memory=2e9, seconds=60
+    )
+    assert (plan.pp, plan.dp, plan.tp) == (2, 1, 4)
+    assert plan.parameters
+    assert plan.prediction["step_seconds"] < min(one.choice.cost for one in search.found)
+    assert plan.micro_batches == 2
+    assert plan.schedule == "ZBVZeroBubble"
+    assert [begin for begin, _ in plan.stages] == ["", "h.2", "h.4", "h.6"]
+    assert {"wte", "h.0..1"} <= set(plan.stages[0][1])
+    assert {"h.6..7", "ln_f"} <= set(plan.stages[-1][1])
+    plan.check(staged_modules.wide())
+    fast = ideal([HOSTS[0] | {"devices": 8}, HOSTS[1]], tflops=10.0)
+    more = torch.zeros(512, 64, dtype=torch.int64, device="meta")
+    assert search_plan(staged_modules.wide, (more, more), devices=8, hardware=fast)[0].pp == 1
+
+
+def test_simulated_schedules_have_the_bubble_of_their_papers():
+    pp, count, seconds = 4, 8, 1.0
+    found = simulate("1f1b", 1, pp, count, [seconds] * pp, 0.0, [1.0] * pp)
+    assert found.seconds == pytest.approx((count + pp - 1) * seconds)
+    assert found.peaks == [4.0, 3.0, 2.0, 1.0]  # micro-batches whose backward passes have not run
+    assert simulate("gpipe", 1, pp, count, [seconds] * pp, 0.0, [1.0] * pp).peaks == [count] * pp
+    halves = simulate("interleaved_1f1b", 2, pp, count, [seconds / 2] * 2 * pp, 0.0, [0.5] * 2 * pp)
+    assert halves.seconds == pytest.approx((count + (pp - 1) / 2) * seconds)
+    v_shaped = simulate("zbv_zero_bubble", 2, pp, count, [seconds / 2] * 2 * pp, 0.0, [0.5] * 2 * pp)
+    assert v_shaped.seconds == pytest.approx((count + (pp - 1) / 6) * seconds)  # only the forward passes before
+    assert max(v_shaped.peaks) == pp  # as for 1F1B (Qi et al., 2024)
+
+
 @pytest.mark.matrix
 def test_verification_of_stages():
     ids = torch.randint(0, 32, (8, 6))
@@ -99,3 +140,13 @@ def test_verification_of_stages():
     report = verify_plan(Plan(pp=2, stages=stages, micro_batches=2), staged_modules.Centered(), torch.randn(4, 4))
     assert not report.equal
     assert "not a mean over rows" in report.remark
+
+
+@pytest.mark.matrix
+def test_stages_that_the_search_finds_are_one_process():
+    ids = torch.randint(0, 32, (8, 6))
+    slow = [HOSTS[0] | {"devices": 1}, HOSTS[1]]
+    plan, _, _ = search_plan(staged_modules.TiedGPT, (ids, ids), devices=2, hardware=ideal(slow, tflops=1e-4))
+    assert (plan.pp, len(plan.stages)) in ((2, 2), (2, 4))
+    report = verify_plan(plan, staged_modules.TiedGPT, (ids, ids.roll(-1, 1)))
+    assert report.equal, str(report)

@@ -8,10 +8,10 @@ from parallelize_counts import slow_device
 from parallelize_parts import difference, loss_of, shapes_of
 
 from weft.planner.parallelize.plan import Plan
-from weft.planner.parallelize.search import search_plan
-from weft.planner.parallelize.tables import make_plan
+from weft.planner.parallelize.search import memory_bytes, meshes, search_plan, solve_setting
+from weft.planner.parallelize.tables import Search, make_plan
 
-TABLES = ("dp", "tp", "parameters", "inputs", "outputs", "islands", "recompute", "structure")
+TABLES = ("dp", "tp", "parameters", "inputs", "outputs", "islands", "recompute", "reshard_after_forward", "structure")
 
 
 def found_plans(name: str, devices: int, rows: int) -> list[dict]:
@@ -20,8 +20,12 @@ def found_plans(name: str, devices: int, rows: int) -> list[dict]:
     try:
         model, hardware = zoo.make(name), slow_device("float64")
         _, search, _ = search_plan(model, zoo.inputs_of(name, rows), devices=devices, hardware=hardware)
-        assert all(one.choice.gap <= 0.02 for one in search.found)
-        best = sorted(search.found, key=lambda one: one.choice.cost)[:3]
+        every = Search(search.space)  # also plans that need less memory
+        for setting in meshes(search.space.graph, devices):
+            solve_setting(every, hardware, setting, memory_bytes(None, hardware), 10.0)
+        assert all(one.choice.gap <= 0.02 for one in every.found)
+        order = sorted(every.found, key=lambda one: one.choice.cost)
+        best = list({(one.setting.tp, one.setting.recompute): one for one in reversed(order)}.values())[-3:]
         plans = [make_plan(model, search, one, hardware) for one in best]
     finally:
         torch.set_default_dtype(torch.float32)

@@ -99,12 +99,13 @@ def run(args: argparse.Namespace) -> int:
         print(explain(plan))
     if args.out:
         write_plan(plan, args.out, args.module.partition(":")[2] or args.module)
-        print(f"{args.out}: dp {plan.dp} x tp {plan.tp}, {len(plan.parameters)} patterns of split parameters")
+        pipeline = f"pp {plan.pp} x " if plan.stages else ""
+        print(f"{args.out}: {pipeline}dp {plan.dp} x tp {plan.tp}, {len(plan.parameters)} patterns of split parameters")
     if args.picture:
         from weft.files import replace_file, report_write_errors
 
         with report_write_errors(Path(args.picture)):
-            replace_file(Path(args.picture), picture(search, best))
+            replace_file(Path(args.picture), picture(search, best, plan.stages))
         print(f"{args.picture}: operations and placements")
     return 0
 

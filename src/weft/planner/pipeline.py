@@ -86,7 +86,7 @@ class _Pass(NamedTuple):
     """An action of a pipeline rank, with what does not depend on seconds.
 
     Attributes:
-        needs: number of the action that makes its input, in the order of `_passes`; -1 without one.
+        needs: number of the action that makes its input, in the order of `ordered_passes`; -1 without one.
         sent: whether the input comes from another rank.
         first: whether it is the first forward pass of its stage.
         last: whether it is the last pass of its stage that makes gradients of weights.
@@ -101,7 +101,7 @@ class _Pass(NamedTuple):
 
 
 @cache
-def _passes(schedule: Schedule, virtual: int, ranks: int, micro_batches: int) -> list[_Pass]:
+def ordered_passes(schedule: Schedule, virtual: int, ranks: int, micro_batches: int) -> list[_Pass]:
     """Returns the actions of all pipeline ranks in an order in which each follows the one that makes its input."""
     parallel = ParallelSection(pp=ranks, pp_schedule=schedule, stages_per_rank=virtual)
     waiting = [deque(rank_actions(parallel, rank, ranks, micro_batches)) for rank in range(ranks)]
@@ -150,7 +150,7 @@ class _Run:
     def __init__(self, job: Job, times: list[dict[str, Parts]], micro_batches: int, send: float):
         ranks, parallel = job.mesh.pp, job.parallel
         owned = [stages_of_rank(parallel, rank, ranks) for rank in range(ranks)]
-        self.passes = _passes(parallel.pp_schedule, parallel.virtual_stages, ranks, micro_batches)
+        self.passes = ordered_passes(parallel.pp_schedule, parallel.virtual_stages, ranks, micro_batches)
         self.times, self.ranks = times, ranks
         self.seconds = [{kind: sum(parts.values()) for kind, parts in of.items()} for of in times]
         self.parts: list[Parts] = [Parts() for _ in range(ranks)]

@@ -148,7 +148,7 @@ def _searched(model: str, rows: int, length: int, ranks: int, hardware: str) -> 
     inputs = {next(iter(parameters)): tokens}
     inputs |= {name: tokens for name in ("positions", "labels") if name in parameters}
     try:
-        plan, _, _ = search_plan(made, inputs, devices=ranks, hardware=hardware)
+        plan, _, _ = search_plan(made, inputs, devices=ranks, hardware=hardware, stages=False)
     except UserError as error:
         raise UserError(f"parallel: auto: {error}") from error
     return plan

@@ -25,6 +25,8 @@ def explain(plan: Any) -> str:
     if plan.notes.get("hardware"):
         lines.append(f"hardware   {plan.notes['hardware']}")
     how = "sharded over dp" if plan.shard_parameters and plan.dp > 1 else "replicated over dp"
+    if plan.shard_parameters and plan.dp > 1 and not plan.reshard_after_forward and not plan.stages:
+        how += ", gathered once in a step"
     lines.append(f"parameters {how}" + (", split over tp as below" if plan.parameters else ""))
     lines += _predictions(plan.prediction)
     if plan.stages:
@@ -76,7 +78,7 @@ def difference(one: Any, two: Any) -> list[str]:
     """Returns what two plans do differently, one line for each difference; an empty list if nothing."""
     lines = []
     staged = ("schedule", "micro_batches") if one.stages or two.stages else ()  # elsewhere without effect
-    for name in ("pp", "dp", "tp", "shard_parameters", "recompute", "structure", *staged):
+    for name in ("pp", "dp", "tp", "shard_parameters", "reshard_after_forward", "recompute", "structure", *staged):
         first, second = getattr(one, name), getattr(two, name)
         if first != second:
             lines.append(f"{name}: {_plain(first)} -> {_plain(second)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -14,8 +15,12 @@ COLORS = {"none": "#e8e8e8", "0": "#cfe3ff", "1": "#d6f5d6", "2": "#ffe6bf", "3"
 WIDTH, HEIGHT, GAP = 560, 26, 6
 
 
-def picture(search: Search, found: Found) -> str:
-    """Returns an SVG of the operations in the order in which they run, colored by the placement of their results."""
+def picture(search: Search, found: Found, stages: Sequence[tuple[str, Sequence[str]]] = ()) -> str:
+    """Returns an SVG of the operations in the order in which they run, colored by the placement of their results.
+
+    Args:
+        stages: pipeline stages, which are listed at the end.
+    """
     rows = []
     for step, strategy in zip(search.space.steps, found.strategies, strict=True):
         state = next((one for one in strategy.outputs if one is not None), None)
@@ -23,7 +28,7 @@ def picture(search: Search, found: Found) -> str:
             continue
         rows.append((step, state.forward[0], strategy.moved))
     legend = [("replicated", "none"), *((f"dim {dim} split", str(dim)) for dim in range(4)), ("partial sum", "sum")]
-    height = (len(rows) + 2) * (HEIGHT + GAP) + 20
+    height = (len(rows) + len(stages) + 2) * (HEIGHT + GAP) + 20
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + 40}" height="{height}" font-family="sans-serif" '
         f'font-size="12"><title>dp {found.setting.dp} x tp {found.setting.tp}</title>'
@@ -46,6 +51,10 @@ def picture(search: Search, found: Found) -> str:
             f'<text x="{WIDTH + 10}" y="{top + 17}" text-anchor="end">{placement_text(placement)}</text>'
             f"<title>{escape(step.node.source)}</title>"
         )
+    for number, (begin, names) in enumerate(stages):
+        top = 14 + (len(rows) + 1 + number) * (HEIGHT + GAP)
+        text = f"stage {number}: begins with {begin or 'the forward'}; has {', '.join(names)}"
+        lines.append(f'<text x="20" y="{top + 17}">{escape(text)}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

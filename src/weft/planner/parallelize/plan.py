@@ -23,6 +23,7 @@ from weft.planner.parallelize.stage_table import stages_of
 from weft.planner.parallelize.write import PYTHON_DIGEST, write_plan
 
 Table = Mapping[str, Placement]
+OTHERS = ("islands", "recompute", "shard_parameters")  # tables of `Runtime`
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Plan:
             data shard (only right if no row depends on another), or on all rows.
         recompute: patterns of names of modules whose activations are recomputed in backward.
         shard_parameters: whether parameters are sharded over `dp` too (FSDP); otherwise, they are replicated.
+        reshard_after_forward: whether gathered parameters are freed after forward, and gathered again for backward.
+            Without effect with stages, where parameters are gathered once in a call.
         structure: digest of the module that the plan is for; an empty text fits any module.
         notes: pattern or topic -> reason and cost, for people.
         prediction: name -> predicted number, such as seconds of a step.
@@ -62,6 +65,7 @@ class Plan:
     islands: Mapping[str, str] = field(default_factory=dict)
     recompute: tuple[str, ...] = ()
     shard_parameters: bool = True
+    reshard_after_forward: bool = True
     structure: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
     prediction: Mapping[str, float] = field(default_factory=dict)
@@ -125,13 +129,14 @@ class Plan:
         model = module if isinstance(module, nn.Module) else module()
         self.check(model)
         start_processes(self.devices)
-        tables = {name: getattr(self, name) for name in (*PLACEMENTS, "islands", "recompute", "shard_parameters")}
+        tables = {name: getattr(self, name) for name in (*PLACEMENTS, *OTHERS)}
         tables["local"] = [name for name, value in (("inputs", inputs), ("outputs", outputs)) if value == "local"]
         if self.stages:
             stages = stages_of(self.pp, self.stages, self.schedule, self.micro_batches)
             runtime = StagedRuntime(stages, self.dp, self.tp, mesh, loss or self.loss, **tables)
         else:
             runtime = Runtime(mesh_of(self.dp, self.tp, mesh), **tables)
+        runtime.reshard_after_forward = self.reshard_after_forward
         return runtime.apply(model, state_dict, without_data, dtype)
 
     def check(self, module: nn.Module) -> None:

@@ -33,12 +33,17 @@ class Setting:
         tp: number of ranks of the tensor axis.
         recompute: whether repeated blocks are recomputed in backward.
         shard: whether parameters are sharded over `dp`.
+        reshard: whether gathered parameters are freed after forward, and gathered again for backward.
+        micro_batches: number of micro-batches of a call with pipeline stages, in which parameters are gathered once;
+            None without stages.
     """
 
     dp: int
     tp: int
     recompute: bool = False
     shard: bool = True
+    reshard: bool = True
+    micro_batches: int | None = None
 
 
 @dataclass
@@ -77,6 +82,7 @@ class Prices:
         self.space, self.setting = space, setting
         self.links, self.costs = Links(hardware), Costs(hardware, dtype)
         self.blocks = {repeat.paths[0] for repeat in space.graph.repeats}
+        self.calls = setting.micro_batches or 1  # of each operation in a step
         self.dp, self.tp = Group(setting.dp, setting.tp), Group(setting.tp)
 
     @cached_property
@@ -133,10 +139,16 @@ class Prices:
         else:
             repeats = 2 if again else 1
             found = Parts(
-                compute=self.seconds(step, strategy.forward, step.full_forward, rows) * repeats
-                + self.seconds(step, strategy.backward, step.full_backward, rows, back=True),
-                tp=sum(self.move(one, rows) for one in strategy.forward.moves) * repeats
-                + sum(self.move(one, rows) for one in strategy.backward.moves),
+                compute=self.calls
+                * (
+                    self.seconds(step, strategy.forward, step.full_forward, rows) * repeats
+                    + self.seconds(step, strategy.backward, step.full_backward, rows, back=True)
+                ),
+                tp=self.calls
+                * (
+                    sum(self.move(one, rows) for one in strategy.forward.moves) * repeats
+                    + sum(self.move(one, rows) for one in strategy.backward.moves)
+                ),
                 activations=0.0 if again else self.saved(step, strategy, rows),
             )
         return Parts(*(getattr(found, one.name) * step.node.times for one in fields(found)))
@@ -151,10 +163,11 @@ class Prices:
         return 1 - split * (1 - 1 / self.setting.tp)
 
     def seconds(self, step: Step, work: Work, full: Work, rows: bool, *, back: bool = False) -> float:
-        """Returns the seconds of a step's computation on one rank."""
-        ranks = self.setting.dp if rows else 1
+        """Returns the seconds of one call of a step on one rank."""
+        ranks = self.setting.dp * self.calls if rows else 1
         flops = full.flops * self.share(work.flops, full.flops) / ranks
         moved = self.costs.moved(full.bytes * self.share(work.bytes, full.bytes) / ranks)
+        moved = max(moved, full.calls * self.costs.launch)
         if not flops:
             return moved
         if str(step.node.target) == ATTENTION:
@@ -166,7 +179,7 @@ class Prices:
 
     def move(self, move: Move, rows: bool) -> float:
         """Returns the seconds of a redistribution over `tp`."""
-        size = move.meta.bytes / (self.setting.dp if rows else 1)
+        size = move.meta.bytes / (self.setting.dp * self.calls if rows else 1)
         one, two = move.source[0], move.target[0]
         if isinstance(one, Shard):
             if isinstance(two, Shard):
@@ -203,7 +216,10 @@ class Prices:
         if trained and state.partial[0]:
             found.tp = self.links.seconds("all_reduce", size, self.tp)
         if sharded:
-            found.dp = self.links.seconds("all_gather", size, self.dp) * (3 if again else 2 if trained else 1)
+            kept = trained and not self.setting.reshard
+            gathers = 1 if self.setting.micro_batches else 1 + again + (trained and not kept)
+            found.dp = self.links.seconds("all_gather", size, self.dp) * gathers
+            found.activations = size if kept and not again and self.setting.dp > 1 else 0.0
         if trained:
             found.dp += self.links.seconds("reduce_scatter" if sharded else "all_reduce", size, self.dp)
         found.states = size * (STATE_COPIES if trained else 1.0) / (self.setting.dp if sharded else 1)

@@ -13,11 +13,13 @@ from weft.planner.parallelize.placements import PLACEMENTS, placement_of
 from weft.planner.parallelize.plan import Plan
 
 NAMES = {
-    "DP": "dp", "TP": "tp", "SHARD_PARAMETERS": "shard_parameters", "STRUCTURE": "structure",
+    "DP": "dp", "TP": "tp", "SHARD_PARAMETERS": "shard_parameters",
+    "RESHARD_AFTER_FORWARD": "reshard_after_forward", "STRUCTURE": "structure",
     "PARAMETERS": "parameters", "INPUTS": "inputs", "OUTPUTS": "outputs", "ISLANDS": "islands",
     "RECOMPUTE": "recompute", "PP": "pp", "MICRO_BATCHES": "micro_batches", "SCHEDULE": "schedule", "STAGES": "stages",
 }  # fmt: skip  # of the tables in plan.py
 OF_STAGES = ("PP", "MICRO_BATCHES", "SCHEDULE", "STAGES")  # only plans with stages have these
+OPTIONAL = ("RESHARD_AFTER_FORWARD",)  # files of earlier versions have none
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -31,7 +33,8 @@ def read_plan(path: str | Path) -> Plan:
     if path.suffix == ".json":
         return _from_json(path, text)
     tables = _tables(path, text)
-    needed = [name for name in NAMES if "STAGES" in tables or name not in OF_STAGES]
+    optional = OPTIONAL if "STAGES" in tables else (*OPTIONAL, *OF_STAGES)
+    needed = [name for name in NAMES if name not in optional]
     missing = [name for name in needed if name not in tables]
     if missing:
         raise UserError(f"{path}: no {missing[0]}; it is not a plan of `weft parallelize`")

@@ -2,7 +2,7 @@
 
 The mesh has the axes `dp` and `tp`. The rows of inputs are sharded over `dp`, parameters over both axes. All tensors
 are DTensors on the mesh, so each operation computes what it computes on one device, for all plans. Parameters are
-gathered over `dp` while their module runs, and again for backward (SimpleFSDP; Zhang et al., 2024).
+gathered over `dp` while their module runs, and again for backward (SimpleFSDP; Zhang et al., 2024), or kept until then.
 
 This file, and those of this package that it imports, import only PyTorch.
 """
@@ -52,7 +52,12 @@ class Runtime:
         shard_parameters: whether parameters are sharded over `dp`; otherwise, they are replicated.
         local: `inputs`, if each data rank passes its own rows instead of all rows; and `outputs`, if it gets the
             outputs of its own rows instead of those of all rows.
+
+    Attributes:
+        reshard_after_forward: whether gathered parameters are freed after forward, and gathered again for backward.
     """
+
+    reshard_after_forward = True
 
     def __init__(
         self,
@@ -117,7 +122,7 @@ class Runtime:
         if not isinstance(parameter, DTensor):
             return parameter
         full = Gather.apply(parameter, self.mode.dtype)
-        if full.placements != parameter.placements:
+        if self.reshard_after_forward and full.placements != parameter.placements:
             self.gathered[storage_of(full)] = parameter.detach()
         return full
 

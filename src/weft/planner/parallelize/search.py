@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,18 +14,29 @@ from torch import nn
 from weft.errors import UserError
 from weft.formatting import byte_size
 from weft.planner.hardware import Hardware, hardware_of, load_hardware
-from weft.planner.parallelize.capture import capture
+from weft.planner.parallelize.capture import capture, split_example
 from weft.planner.parallelize.graph import Graph
 from weft.planner.parallelize.plan import Plan
 from weft.planner.parallelize.pricing import DTYPES, Prices, Setting
 from weft.planner.parallelize.solve import Problem, solve
 from weft.planner.parallelize.space import Space
+from weft.planner.parallelize.stage_search import (
+    Staged,
+    best_stages,
+    can_have_stages,
+    micro_batches_of,
+    stage_settings,
+    with_stages,
+)
 from weft.planner.parallelize.strategies import TRIED, Trials
 from weft.planner.parallelize.tables import Found, Search, make_plan
 from weft.planner.plan import capacity
 
 GENERIC = "h100-sxm"  # the hardware file where neither a file is named nor a GPU is found
 USABLE = 0.9  # fraction of a device's memory for parameters, gradients, moments and activations
+STAGES_PAY = (
+    0.9  # of the seconds without stages: a simulated schedule has neither waiting for late ranks nor its own work
+)
 WIDEST_TP = 64  # ranks of the tensor axis at most
 
 
@@ -37,11 +49,13 @@ def search_plan(
     memory: str | float | None = None,
     loss: Callable[..., torch.Tensor] | None = None,
     seconds: float = 60.0,
+    stages: bool = True,
 ) -> tuple[Plan, Search, Found]:
     """Returns the fastest plan for a module, and how it was found; for the arguments see `weft.parallelize`.
 
     Args:
         seconds: time limit of the solver for all meshes together.
+        stages: whether the plan may have pipeline stages.
     """
     if not isinstance(devices, int) or devices < 1:
         raise UserError(f"devices={devices!r} is not supported; give the number of devices, 1 or more")
@@ -55,12 +69,38 @@ def search_plan(
     search.seconds.update(capture=captured - start, trials=time.perf_counter() - captured)
     limit = memory_bytes(memory, machine)
     for setting in settings:
-        solve_setting(search, machine, setting, limit, seconds / len(settings))
-    if not search.found:
+        if (setting.dp, setting.tp) not in search.unlimited:  # memory decides nothing: the settings before are faster
+            solve_setting(search, machine, setting, limit, seconds / len(settings))
+    staged = _staged(search, machine, devices, limit, seconds) if stages else None
+    if not search.found and staged is None:
         raise UserError(_too_large(type(model).__name__, search, devices, limit))
     search.seconds["solver"] = time.perf_counter() - start - sum(search.seconds.values())
-    best = min(search.found, key=lambda one: one.choice.cost)
+    best = min(search.found, key=lambda one: one.choice.cost, default=None)
+    if staged is not None and (best is None or staged.seconds < STAGES_PAY * best.choice.cost):
+        plan = make_plan(model, search, staged.found, machine)
+        return with_stages(plan, staged, model, split_example(example_inputs), loss), search, staged.found
+    assert best is not None
     return make_plan(model, search, best, machine), search, best
+
+
+def _staged(search: Search, hardware: Hardware, devices: int, limit: float, seconds: float) -> Staged | None:
+    """Returns the fastest plan with pipeline stages; None if the module can have none, or none fits."""
+    graph = search.space.graph
+    found: list[Staged] = []
+    rows = rows_of(graph)
+    for pp in stage_settings(devices) if can_have_stages(graph) else ():
+        inner, unlimited = Search(search.space), set[tuple[int, int]]()
+        for setting in meshes(graph, devices // pp, lenient=True):
+            counts, mesh = micro_batches_of(pp, setting.dp, rows), (setting.dp, setting.tp)
+            if not counts or not setting.reshard or mesh in unlimited:
+                continue
+            setting = replace(setting, micro_batches=counts[len(counts) // 2])
+            one = solve_setting(inner, hardware, setting, limit * pp, seconds / 8)
+            if one is not None:
+                best, all_fit = best_stages(one, hardware, pp, rows, limit)
+                found += [best] if best is not None else []
+                unlimited |= {mesh} if all_fit else set()
+    return min(found, key=lambda one: one.seconds, default=None)
 
 
 def _built(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -124,8 +164,8 @@ def rows_of(graph: Graph) -> int:
     return Counter(sizes).most_common(1)[0][0] if sizes else 1
 
 
-def meshes(graph: Graph, devices: int) -> list[Setting]:
-    """Returns the settings to search: each split of the devices into `dp` and `tp`.
+def meshes(graph: Graph, devices: int, *, lenient: bool = False) -> list[Setting]:
+    """Returns the settings to search: each split of the devices into `dp` and `tp`, the fastest of each split first.
 
     Raises:
         UserError: no `dp` divides the rows of the batch.
@@ -133,14 +173,19 @@ def meshes(graph: Graph, devices: int) -> list[Setting]:
     rows = rows_of(graph)
     sizes = [tp for tp in range(1, min(devices, WIDEST_TP) + 1) if devices % tp == 0 and (tp == 1 or tp % TRIED == 0)]
     even = [tp for tp in sizes if rows % (devices // tp) == 0]
-    if not even:
+    if not even and not lenient:
         least = devices // max(sizes)
         raise UserError(
             f"the example inputs have {rows} rows, which {devices} devices cannot share: dp is at least {least} here; "
             f"give a multiple of {least} rows, or {nearest_devices(rows, devices)} devices"
         )
-    both = (False, True) if graph.repeats else (False,)
-    return [Setting(devices // tp, tp, recompute) for tp in even for recompute in both]
+    found = [
+        Setting(devices // tp, tp, recompute, reshard=reshard)
+        for tp in even
+        for recompute in ((False, True) if graph.repeats else (False,))
+        for reshard in ((False, True) if devices > tp else (True,))
+    ]
+    return found
 
 
 def nearest_devices(rows: int, devices: int) -> int:
@@ -149,8 +194,8 @@ def nearest_devices(rows: int, devices: int) -> int:
     return max(dp * tp for dp in range(1, rows + 1) if rows % dp == 0 for tp in sizes if dp * tp <= devices)
 
 
-def solve_setting(search: Search, hardware: Hardware, setting: Setting, limit: float, seconds: float) -> None:
-    """Adds the best choice for one setting, or the memory that it needs at least."""
+def solve_setting(search: Search, hardware: Hardware, setting: Setting, limit: float, seconds: float) -> Found | None:
+    """Adds the best choice for one setting to the search, and returns it; None if none fits the memory."""
     prices = Prices(search.space, hardware, setting, compute_dtype(search.space.graph))
     priced = [prices.options(place) for place in range(len(search.space.steps))]
     options = [[option for option, _ in each] for each in priced]
@@ -158,12 +203,17 @@ def solve_setting(search: Search, hardware: Hardware, setting: Setting, limit: f
     ends = [((one.node, one.index), (two.node, two.index)) for one, two in search.space.ends]
     problem = Problem(options, inputs, ends)
     least = sum(min((one.memory for one in each), default=0.0) for each in options)
-    choice = solve(problem, limit, seconds) if least <= limit else None
+    choice = solve(problem, None, seconds) if least <= limit else None
+    if choice is not None and choice.memory > limit:
+        choice = solve(problem, limit, seconds)
+    elif choice is not None:
+        search.unlimited.add((setting.dp, setting.tp))
     if choice is None:
         search.needed[setting] = least
-        return
+        return None
     strategies = [each[number][1] for each, number in zip(priced, choice.options, strict=True)]
     search.found.append(Found(setting, choice, strategies, prices))
+    return search.found[-1]
 
 
 def compute_dtype(graph: Graph) -> str:

@@ -41,7 +41,8 @@ class Search:
 
     Attributes:
         space: the operations of the module with their strategies.
-        found: the best choice for each setting that fits the memory.
+        found: the best choice for each setting that fits the memory, and that no other of the same mesh dominates.
+        unlimited: (dp, tp) of meshes whose fastest choice of all fits the memory.
         needed: for each setting that does not fit, the bytes that it needs.
         seconds: seconds of capture, trials and solver.
     """
@@ -49,6 +50,7 @@ class Search:
     space: Space
     found: list[Found] = field(default_factory=list)
     needed: dict[Setting, float] = field(default_factory=dict)
+    unlimited: set[tuple[int, int]] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -89,6 +91,7 @@ def make_plan(module: nn.Module, search: Search, best: Found, hardware: Hardware
         islands=tables["islands"],
         recompute=tuple(pattern for path in blocks for pattern in patterns.of(path)),
         shard_parameters=best.setting.shard,
+        reshard_after_forward=best.setting.reshard,
         structure=structure_of(module),
         notes=notes | {"hardware": hardware.device.name, "searched": _searched(search)},
         prediction=_prediction(best),

@@ -39,6 +39,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: F401
 
 DP, TP = {dp}, {tp}  # ranks of the data axis, which shards rows, and of the tensor axis
 SHARD_PARAMETERS = {shard}  # over dp too: gathered when their module runs
+RESHARD_AFTER_FORWARD = {reshard}  # gathered parameters are freed, and gathered again for backward
 STRUCTURE = {structure!r}  # digest of the module that this plan is for
 '''
 
@@ -90,8 +91,11 @@ def apply_tables(model, tables, mesh=None, inputs="global", loss=None):
     options["local"] = ["inputs"] if inputs == "local" else []
     if tables.get("STAGES"):
         stages = stages_of(pp, tables["STAGES"], tables["SCHEDULE"], tables["MICRO_BATCHES"])
-        return StagedRuntime(stages, dp, tp, mesh, loss, **options).apply(model)
-    return Runtime(mesh_of(dp, tp, mesh), **options).apply(model)
+        runtime = StagedRuntime(stages, dp, tp, mesh, loss, **options)
+    else:
+        runtime = Runtime(mesh_of(dp, tp, mesh), **options)
+    runtime.reshard_after_forward = tables.get("RESHARD_AFTER_FORWARD", True)
+    return runtime.apply(model)
 '''
 
 COMMENTS = {
@@ -155,7 +159,8 @@ def python_text(plan: Any, path: Path, title: str) -> str:
     cost = f" Predicted: {timing(seconds)} a step." if seconds else ""
     text = HEAD.format(
         title=title, devices=plan.devices, dp=plan.dp, tp=plan.tp, cost=cost, module=path.stem, file=path.name,
-        shard=plan.shard_parameters, structure=plan.structure, pp=f"pp {plan.pp} x " if plan.stages else "",
+        shard=plan.shard_parameters, reshard=plan.reshard_after_forward,
+        structure=plan.structure, pp=f"pp {plan.pp} x " if plan.stages else "",
     )  # fmt: skip
     text += _stages_text(plan) if plan.stages else ""
     for topic, comment in COMMENTS.items():
