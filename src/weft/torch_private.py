@@ -190,8 +190,8 @@ def foreach_norm(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return torch.ops.aten._foreach_norm(tensors)
 
 
-def foreach_scale(tensors: list[torch.Tensor], factor: float) -> None:
-    """Multiplies each tensor by `factor` in place."""
+def foreach_scale(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiplies each tensor by `factor` (a number, or a scalar tensor on the same device) in place."""
     torch.ops.aten._foreach_mul_(tensors, factor)
 
 

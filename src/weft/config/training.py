@@ -90,6 +90,13 @@ class TrainingSection(Section):
     name in `adapter.targets`, a pattern must match a name from its beginning: `*.q_proj`, not `q_proj`. A pattern that
     matches no parameter is an error. `weft profile --structure` shows the names.
     """
+    sync_every: int = Field(1, ge=1, le=1000)
+    """When the host waits for the loss and the gradient norm, which is the only wait of a step for a GPU. `1`: in each
+    step, before the update, so that `watch` can skip it. With an integer N above 1, every N-th step waits for the steps
+    before it, and steps that need their numbers (metrics, validation, checkpoint) wait for themselves. `watch` then
+    finds a bad step up to N steps after its update: `skip` and float16 are refused, `stop` ends without a new
+    checkpoint, and callbacks see the loss that was last read (docs/performance.md).
+    """
     threads: int | None = Field(None, ge=1)
     """Number of CPU threads per rank. Default: `OMP_NUM_THREADS`, or the usable cores divided by the local ranks."""
     determinism: Literal["exact", "order"] | None = None

@@ -92,11 +92,20 @@ class World:
         scalars = [torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values]
         counts = torch.tensor(votes, dtype=torch.float64, device=device)
         total = torch.cat([torch.stack(scalars), counts]) if scalars else counts
+        return self.sum_on_device(total, len(values)).tolist()
+
+    def sum_on_device(self, total: torch.Tensor, values: int | None = None) -> torch.Tensor:
+        """Sums a vector over ranks in place, and returns it. The host does not wait for the device.
+
+        Args:
+            values: number of leading elements that are equal on all ranks that process the same sequences; each data
+                rank counts once. Default: all elements.
+        """
         if self.ranks > 1:
             if not self.first_of_data_rank:
-                total[: len(values)] = 0
+                total[:values] = 0
             dist.all_reduce(total)
-        return total.tolist()
+        return total
 
     def sum_stages(self, *values: float) -> list[float]:
         """Sums scalars over the ranks of this rank's pipeline."""

@@ -109,8 +109,8 @@ class ProfilingRecorder(Recorder):
         super().data_arrived()
         self.waiting.__exit__(None, None, None)
 
-    def end_step(self, step: int, size: int, sequence: int, **measured: float) -> dict[str, Any]:
-        line = super().end_step(step, size, sequence, **measured)
+    def end_step(self, step: int, size: int, sequence: int, *, logged: bool, **measured: float) -> dict[str, Any]:
+        line = super().end_step(step, size, sequence, logged=True, **measured)
         self.range.__exit__(None, None, None)
         self.mark()
         self.seconds.append(self.clock.step_seconds)

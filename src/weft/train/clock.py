@@ -50,9 +50,14 @@ class StepClock:
         self.waited_seconds = time.perf_counter() - self.began
         self.data_seconds += self.waited_seconds
 
-    def end(self, tokens: int, sequence: int) -> None:
-        """Ends the timer of a step with `tokens` tokens, in sequences of `sequence` tokens."""
-        if self.device.type == "cuda":
+    def end(self, tokens: int, sequence: int, *, wait: bool) -> None:
+        """Ends the timer of a step with `tokens` tokens, in sequences of `sequence` tokens.
+
+        Args:
+            wait: whether to wait for the device. If not, the time of the update counts for the next step. The first
+                step always waits.
+        """
+        if self.device.type == "cuda" and (wait or self.warmup_seconds is None):
             torch.cuda.synchronize()
         self.step_seconds = seconds = time.perf_counter() - self.began
         self.seconds += seconds

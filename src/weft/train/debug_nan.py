@@ -21,6 +21,7 @@ from weft.parallel.gradients.clip import clip_gradients
 from weft.parallel.ranks import all_gather_object
 from weft.train.loop import Loop
 from weft.train.non_finite import REDUCED, Found, Place, Probe, likely_cause
+from weft.train.readings import Readings
 from weft.train.reproduce import Recorded, ReproducingLoop, check_run_directory, read_skipped
 from weft.train.stop import Outcome, StopRequest
 from weft.train.sums import BatchSums
@@ -93,6 +94,7 @@ class SearchingLoop(ReproducingLoop):
         assert self.length.steps is not None
         self.length = dataclasses.replace(self.length, steps=min(self.recorded.last, self.length.steps))
         self.guard.windows = list(self.recorded.skipped)
+        self.readings = Readings(1)
         outcome = Loop.run(self, step, stop)
         if outcome.status == SEARCHED:
             self.world.agree(self.report_found, only_first=True)
@@ -123,13 +125,13 @@ class SearchingLoop(ReproducingLoop):
         """Computes the gradients of a step with hooks, without an update."""
         self.state.batch = batch
         with probe.watching():
-            loss, _ = self.accumulate_gradients(batch, sums.weight, sums.learned, self.state.step)
+            loss = self.accumulate_gradients(batch, sums.weight, sums.learned, self.state.step)[0].item()
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         probe.check_parameter_gradients(named)
         self.frozen_rows.clear_gradients()
         self.scale.unscale(self.parameters)
         norm = clip_gradients(self.parameters, None, self.world.pp_group, self.world.device)
-        self.state.loss = loss
+        self.state.loss = loss / (sums.weight or 1.0)
         if not self.gather(probe) and norm - norm != 0:
             place = Place(REDUCED, 0, 0, "norm", "", "norm", "the norm of all gradients")
             self.found = Found(

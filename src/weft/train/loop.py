@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +17,11 @@ from weft.observe.status import LONG, doing
 from weft.optim.schedule import Schedule
 from weft.parallel.axes.balance import ExpertBalance
 from weft.parallel.axes.pipeline import passes_of
-from weft.parallel.gradients.clip import clip_gradients
+from weft.parallel.gradients.clip import gradient_norm, scale_gradients
 from weft.parallel.gradients.compress import PowerSGD
 from weft.parallel.gradients.frozen_rows import FrozenRows
 from weft.parallel.gradients.scaling import LossScale
-from weft.parallel.objective import Objective, quotients
+from weft.parallel.objective import Objective
 from weft.parallel.ranks import all_gather_object
 from weft.train.data import Data
 from weft.train.frozen_sources import FrozenModels
@@ -30,6 +29,7 @@ from weft.train.given_batches import GivenBatches
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
 from weft.train.learning_rates import ScheduledRates
+from weft.train.readings import NOT_READ, Reading, Readings, judge, needs_numbers, report
 from weft.train.recorder import Recorder
 from weft.train.rollouts.source import RolloutSource
 from weft.train.sample_writer import Sampler
@@ -84,8 +84,9 @@ class Loop:
         self.saver = self.new_saver(self)
         self.tokens = int(self.saved.get("tokens", 0))  # of all sessions
         self.guard = Guard(self.config.watch, self.saved)
+        self.readings, self.numbers = Readings(self.config.training.sync_every), NOT_READ
         self.monitor, self.integrity = self.new_monitor(self), Integrity(self)
-        raise_unless_possible(self.guard, self.data.source)
+        raise_unless_possible(self.guard, self.data.source, self.readings.every)
         if isinstance(self.data.source, RolloutSource):
             self.data.source.attach(self.passes, self.recorder.samples, self.length.samples_every)
 
@@ -117,7 +118,7 @@ class Loop:
                     batches.close()
                     batches = self.batches(state.step)
                 else:
-                    return self.leave(found.kind)
+                    return self.leave(found.kind, late=found.late)
             return self.leave("finished")
 
     def begin(self, step: int, stop: StopRequest) -> State:
@@ -196,6 +197,9 @@ class Loop:
 
     def stopped(self, decision: int | None) -> Outcome:
         """Ends the session after a decision to stop (see `StopRequest.decide`), and returns its outcome."""
+        found, _ = judge(self, self.readings.read())
+        if (finding := report(self, found)) is not None:
+            return self.leave(finding.kind, late=finding.late)
         if decision == StopRequest.BY_CALLBACK:
             return self.leave("stopped-early", reason=self.stop_reason())
         return self.leave("stopped", signal=decision)
@@ -213,22 +217,21 @@ class Loop:
         """
         state, step = self.state, self.state.step
         state.batch, state.logged = batch, self.due(step + 1, self.config.log.every)
-        loss, norm, scalars = self.compute_gradients(batch, sums)
+        reading = self.compute_gradients(batch, sums)
+        read = self.readings.add(reading, due=needs_numbers(self, step + 1))
         self.monitor.own.reduced()
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        scaling = self.scale.metrics(finite)
-        overflow = not finite and self.scale.may_skip()
-        judged = None if overflow else self.guard.judge(loss, norm)
-        found = [finding for finding in (self.integrity.replayed, judged) if finding is not None]
+        judged, finite = judge(self, read)
+        found = [finding for finding in (self.integrity.replayed, *judged) if finding is not None]
+        scaling, overflow = self.scale.metrics(finite), not finite and self.scale.may_skip()
         updates = not overflow and all(finding.updates for finding in found)
         if not updates:
             self.optimizer.zero_grad()
-        for finding in found:
-            self.recorder.found(finding, step, self.guard.data_step(step))
-            if finding.ends_step:
-                return finding
+        if (finding := report(self, found)) is not None:
+            return finding
         lr = self.rates.set(step)
         if updates:
+            norm = self.numbers.norm if read and read[-1][0] is reading else reading.norm
+            scale_gradients(self.parameters, self.config.training.grad_clip, norm)
             with self.frozen_rows.unchanged():
                 self.optimizer.step()
             self.passes.after_update()
@@ -237,35 +240,28 @@ class Loop:
         self.monitor.own.updated()
         self.scale.update(finite)
         self.optimizer.zero_grad()
-        balance = self.balance.update()
+        self.balance.update()
+        loss, norm, *_ = self.numbers
         state.step, state.loss, state.updated = step + 1, loss, updates
-        self.tokens += sums.tokens
-        measured = {
-            "tokens": self.tokens,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": norm,
-            "learned_tokens": sums.learned_tokens,
-        }
-        state.metrics = self.recorder.end_step(state.step, sums.tokens, batch.tokens.shape[1], **measured)
-        for values in (balance, scaling, scalars):
+        self.tokens, size = self.tokens + sums.tokens, batch.tokens.shape[1]
+        measured = {"tokens": self.tokens, "loss": loss, "lr": lr, "grad_norm": norm}
+        measured["learned_tokens"] = sums.learned_tokens
+        state.metrics = self.recorder.end_step(state.step, sums.tokens, size, logged=state.logged, **measured)
+        for values in (self.balance.metrics(self.numbers.balance), scaling, self.numbers.scalars):
             state.log(values)
         self.monitor.ended()
         return self.integrity.check_parameters(state.step)
 
-    def compute_gradients(self, batch: Batch, sums: BatchSums) -> tuple[float, float, dict[str, float]]:
-        """Computes the gradients of a step, and clips them.
-
-        Returns:
-            The mean loss, the global gradient norm before clipping, and the objective's scalars.
-        """
-        loss, scalars = self.accumulate_gradients(batch, sums.weight, sums.learned, self.state.step)
+    def compute_gradients(self, batch: Batch, sums: BatchSums) -> Reading:
+        """Computes the gradients of a step. Returns its numbers, for which the host does not wait."""
+        step, world = self.state.step, self.world
+        totals = self.accumulate_gradients(batch, sums.weight, sums.learned, step)
         self.frozen_rows.clear_gradients()
         self.scale.unscale(self.parameters)
         if self.compress is not None:
-            self.compress.reduce(self.state.step)
-        world, limit = self.world, self.config.training.grad_clip
-        return loss, clip_gradients(self.parameters, limit, world.pp_group, world.device), scalars
+            self.compress.reduce(step)
+        norm = gradient_norm(self.parameters, world.pp_group, world.device)
+        return Reading(step, sums.weight, self.passes.scalars, totals, norm, self.balance.measure())
 
     def after_update(self, step: int) -> None:
         """Calls the callbacks' `step`. Then saves, if due, and finishes the step."""
@@ -281,10 +277,14 @@ class Loop:
             self.sampler.write(step, self.recorder)
         self.recorder.write(self.state)
 
-    def leave(self, status: str, *, signal: int | None = None, reason: str | None = None) -> Outcome:
-        """Ends the session and returns its outcome. Saves a checkpoint of the last step, unless it is corrupt."""
+    def leave(self, status: str, *, signal: int | None = None, reason: str | None = None, late: int = 0) -> Outcome:
+        """Ends the session and returns its outcome. Saves a checkpoint of the last step, unless it is corrupt.
+
+        Args:
+            late: number of updates since the step because of which the session ends; such weights are not saved.
+        """
         step = self.state.step
-        if self.saved_at != step and status != "corruption":
+        if self.saved_at != step and status != "corruption" and not late:
             self.saver.save_last(step, self.state.stop.agree_on_deadline() if status == "stopped" else None)
         self.saver.end()
         doing("ending the run", "end", LONG)  # callbacks, trackers, the report
@@ -300,9 +300,7 @@ class Loop:
         """
         return (every is not None and step % every == 0) or step == self.length.steps
 
-    def accumulate_gradients(
-        self, batch: Batch, weight: float, learned: float, step: int
-    ) -> tuple[float, dict[str, float]]:
+    def accumulate_gradients(self, batch: Batch, weight: float, learned: float, step: int) -> torch.Tensor:
         """Computes the gradients of the global batch's mean loss, and sums them over micro-batches and ranks.
 
         Args:
@@ -310,7 +308,7 @@ class Loop:
             learned: total weight of the tokens of the global batch, which normalizes load balancing losses.
 
         Returns:
-            The mean loss, in nats per token (or per unit of the objective's weight), and the objective's scalars.
+            `Totals.vector` of the global batch, on the device: the sum of the loss, and of the objective's scalars.
         """
         if weight == 0:
             warn_of_no_loss(self.recorder, step)
@@ -323,9 +321,7 @@ class Loop:
             seed=partial(sample_seed, self.config.run.seed, step),
             loss_scale=self.scale.factor,
         )
-        total = self.integrity.replay(train, step)
-        loss, *pairs = self.world.sum(*total.unbind())
-        return loss / (weight or 1.0), quotients(self.passes.scalars, pairs)
+        return self.world.sum_on_device(self.integrity.replay(train, step))
 
     def validate(self, step: int) -> None:
         """Evaluates up to `validation.tokens` tokens (or `prompts`) of each set, or all of them after the last step."""

@@ -221,19 +221,20 @@ class Recorder:
         """Ends the timer of the wait for the step's batch."""
         self.clock.data_arrived()
 
-    def end_step(self, step: int, size: int, sequence: int, **measured: float) -> dict[str, Any]:
+    def end_step(self, step: int, size: int, sequence: int, *, logged: bool, **measured: float) -> dict[str, Any]:
         """Stops the timer of the step, before validation, samples and checkpoints.
 
         Args:
             step: number of updates, including this update.
             size: number of tokens in the global batch.
             sequence: number of tokens per sequence, on which the FLOPs of attention depend.
+            logged: whether a line of metrics follows, whose mean times must include the update.
             measured: metrics of the update: tokens (of all steps), loss, lr, grad_norm, ...
 
         Returns:
             The metrics of the step so far.
         """
-        self.clock.end(size, sequence)
+        self.clock.end(size, sequence, wait=logged)
         line = {
             "step": step,
             **measured,

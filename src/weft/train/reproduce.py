@@ -24,6 +24,7 @@ from weft.observe.manifest import MANIFEST, read_manifest
 from weft.observe.metrics import METRICS, read_lines
 from weft.train.given_batches import GivenBatches
 from weft.train.loop import Loop
+from weft.train.readings import Readings
 from weft.train.saving import NoSaver
 from weft.train.stop import Outcome, StopRequest
 from weft.train.trainer import Trainer
@@ -167,6 +168,7 @@ class ReproducingLoop(Loop):
         self.complete = recorded.last >= steps
         self.length = dataclasses.replace(self.length, steps=min(recorded.last, steps))
         self.guard.windows = list(recorded.skipped)
+        self.readings = Readings(1)  # each step is compared
         outcome = super().run(step, stop)
         if outcome.status == "stopped":
             return outcome

@@ -117,6 +117,10 @@ class Saver:
         elif self._local is not None and self._is_local_due(step) and not (self.background and self.background.busy):
             self.save(step, self._local)
 
+    def may_save(self, step: int) -> bool:
+        """Whether `after_update` may save a local checkpoint after this step."""
+        return self._local is not None and self._is_local_due(step)
+
     def validated(self, step: int, measured: Mapping[str, float]) -> None:
         """Notes the metric by which checkpoints are compared. Every rank must call it after each validation.
 

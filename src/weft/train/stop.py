@@ -104,7 +104,7 @@ class Outcome:
         status: "finished"; "stopped" by a signal; "stopped-early" by a callback; "non-finite" after a loss or
             gradient that is not finite; "spike"; or "corruption" (see `watch`).
         step: number of updates of all sessions, including skipped updates; a checkpoint of this step exists, unless the
-            status is "corruption".
+            status is "corruption", or `training.sync_every` found a bad step after its update.
         loss: the loss of the last update, in nats per token (or per unit of the objective's weight); None if this
             session made no update.
         validation: the metrics of the session's last validation.

@@ -15,25 +15,20 @@ from weft.torch_private import foreach_norm, foreach_scale
 
 
 @torch.no_grad()
-def clip_gradients(
+def gradient_norm(
     parameters: Iterable[nn.Parameter],
-    max_norm: float | None,
     pp_group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
-) -> float:
-    """Scales all gradients so that their global L2 norm is at most `max_norm` (Pascanu et al., 2013).
+) -> torch.Tensor:
+    """Returns the global L2 norm of all gradients, the same on every rank: float64, a scalar on the ranks' device.
+
+    The host does not wait for the device.
 
     Args:
-        max_norm: upper limit of the norm; None does not scale gradients.
         pp_group: process group of `pp`, whose ranks have different parameters; None without a pipeline.
-        device: device of a pipeline's collectives. A stage whose parameters are all frozen has no gradients to tell it.
-
-    Returns:
-        The global norm before clipping, the same on every rank.
+        device: device of the norm. Default: the device of the gradients' mesh, which a stage without gradients lacks.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients and pp_group is None:
-        return 0.0
     shards = [local(gradient) for gradient in gradients]
     # One sum of squares for each set of mesh axes that gradients are sharded over.
     by_axes: dict[tuple, list[torch.Tensor]] = defaultdict(list)
@@ -45,7 +40,7 @@ def clip_gradients(
         by_axes[axes].append(shard)
     # Gradients may be on the host, but collectives need the mesh's device.
     meshes = (g.device_mesh.device_type for g in gradients if isinstance(g, DTensor))
-    place = next(meshes, shards[0].device if shards else device)
+    place = device or next(meshes, shards[0].device if shards else None)
     total = torch.zeros((), dtype=torch.float64, device=place)
     for axes, values in by_axes.items():
         subtotal = torch.stack(foreach_norm(values)).to(torch.float64).square().sum().to(place)
@@ -55,7 +50,40 @@ def clip_gradients(
         total += subtotal
     if pp_group is not None:
         dist.all_reduce(total, group=pp_group)
-    norm = total.sqrt().item()
-    if shards and max_norm is not None and norm > max_norm:
-        foreach_scale(shards, max_norm / norm)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, norm: float | torch.Tensor) -> None:
+    """Scales all gradients so that their global L2 norm is at most `max_norm` (Pascanu et al., 2013).
+
+    Args:
+        max_norm: upper limit of the norm; None does not scale gradients.
+        norm: the result of `gradient_norm`. If it is a tensor, its value is not read: the gradients are multiplied by a
+            factor on the device, which is 1 if the norm is below the limit.
+    """
+    shards = [] if max_norm is None else [local(p.grad) for p in parameters if p.grad is not None]
+    if not shards or max_norm is None:
+        return
+    if not isinstance(norm, torch.Tensor):
+        if norm > max_norm:
+            foreach_scale(shards, max_norm / norm)
+        return
+    factor, by_device = (max_norm / norm).clamp(max=1.0), defaultdict(list)
+    for shard in shards:
+        by_device[shard.device].append(shard)
+    for device, tensors in by_device.items():
+        foreach_scale(tensors, factor.to(device))
+
+
+def clip_gradients(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float | None,
+    pp_group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> float:
+    """Clips gradients (see `scale_gradients`). Returns their norm before clipping, for which the host waits."""
+    parameters = list(parameters)
+    norm = gradient_norm(parameters, pp_group, device).item()
+    scale_gradients(parameters, max_norm, norm)
     return norm

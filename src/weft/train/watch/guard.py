@@ -24,12 +24,14 @@ class Finding:
         action: "warn", "skip", "rollback" or "stop".
         text: what was found, without the step.
         values: the values for the event.
+        late: number of updates since the step, including its own: 0, unless `training.sync_every` is above 1.
     """
 
     kind: str
     action: str
     text: str
     values: dict[str, Any] = field(default_factory=dict)
+    late: int = 0
 
     @property
     def updates(self) -> bool:
@@ -107,25 +109,27 @@ class Guard:
         checks = self.section.parameter_check_every or self.section.replay_every
         return "rollback" in (self.spike.action, self.section.non_finite, checks and self.section.corruption)
 
-    def judge(self, loss: float, norm: float) -> Finding | None:
+    def judge(self, loss: float, norm: float, late: int = 0) -> Finding | None:
         """Returns what is unusual about a step; None if nothing is. Remembers the values.
 
         Args:
             loss: the loss of the global batch.
             norm: the gradient norm before clipping.
+            late: see `Finding`.
         """
         values = {"loss": loss, "grad_norm": norm}
         if not (math.isfinite(loss) and math.isfinite(norm)):
             text = f"the loss ({loss}) or the gradient norm ({norm}) is not finite"
             skipped = {"skipped_data": list(self.windows)} if self.windows else {}  # to repeat the step
-            return Finding("non-finite", self.allowed(self.section.non_finite), text, values | skipped)
+            return Finding("non-finite", self.allowed(self.section.non_finite), text, values | skipped, late)
         found = next((name for name, value in values.items() if self._is_spike(name, value)), None)
         finding = None
         if found is not None:
             usual, count = self.recent[found].median, len(self.recent[found].values)
             what = {"loss": "the loss", "grad_norm": "the gradient norm"}[found]
             text = f"{what} is a spike ({values[found]:.5g}; the median of the last {count} steps is {usual:.5g})"
-            finding = Finding("spike", self.allowed(self.spike.action), text, {**values, "of": found, "median": usual})
+            values_of = {**values, "of": found, "median": usual}
+            finding = Finding("spike", self.allowed(self.spike.action), text, values_of, late)
         for name, value in values.items():
             self.recent[name].add(value)
         return finding

@@ -14,8 +14,14 @@ if TYPE_CHECKING:
     from weft.train.recorder import Recorder
 
 
-def raise_unless_possible(guard: Guard, source: object) -> None:
-    """Raises UserError if the config asks for rollbacks, but the run cannot skip its training data."""
+def raise_unless_possible(guard: Guard, source: object, sync_every: int) -> None:
+    """Raises UserError if the config asks for rollbacks, but the run cannot skip its training data; or if
+    `Trainer.step`, which returns the loss of each step, must not wait for the loss of each step.
+    """
+    if sync_every > 1 and isinstance(source, GivenBatches):
+        raise error_on_all_ranks(
+            f"training.sync_every: {sync_every}, but Trainer.step returns the loss of each step; remove the key"
+        )
     if guard.may_roll_back and isinstance(source, GivenBatches | RolloutSource):
         what = "Trainer.step passes the batches" if isinstance(source, GivenBatches) else "the model generates its data"
         raise error_on_all_ranks(f"watch: a rollback cannot skip the data, because {what}; set skip or stop")
@@ -46,7 +52,8 @@ def react(recorder: Recorder, found: Finding, step: int, data_step: int) -> None
     if found.kind == "corruption":
         _report_corruption(recorder, found, step)
         return
-    what = f"step {step + 1}: {found.text}" + ("" if found.updates else ". The update was not made")
+    made = found.updates or found.late  # with training.sync_every, before the numbers were read
+    what = f"step {step + 1}: {found.text}" + ("" if made else ". The update was not made")
     remedy = (
         "optimizer.lr, lengthen the warm-up or lower training.grad_clip"
         f"{', compute in bfloat16' if training.dtype == 'float16' else ''}"
@@ -61,12 +68,14 @@ def react(recorder: Recorder, found: Finding, step: int, data_step: int) -> None
     if given and found.action == "stop":
         raise error_on_all_ranks(f"{what}; lower {remedy}, or skip this batch")
     where = f" (samples of this batch: {samples[0]:,} to {samples[-1]:,})" if not given else ""
+    weights = f"the checkpoint of step {step} has the weights before it"
+    if found.late:
+        weights = "the run ends without a new checkpoint, because updates were made since (training.sync_every)"
     then = {
         "warn": "",
         "skip": "",
         "rollback": "; the run returns to a checkpoint and skips these data",
-        "stop": f"; the checkpoint of step {step} has the weights before it. Lower {remedy}, then run the same "
-        "command again",
+        "stop": f"; {weights}. Lower {remedy}, then run the same command again",
     }[found.action]
     recorder.console.warning(f"{what}{then}{where}")
 

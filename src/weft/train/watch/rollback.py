@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def roll_back(loop: Loop, found: Finding) -> bool:
     """Returns a run to the checkpoint that `watch.rollback_checkpoints` selects. All ranks must call it.
 
-    The data from that checkpoint to the current step, whose update was not made, are skipped. The checkpoint is saved
+    The data from that checkpoint to the step of the finding are skipped. The checkpoint is saved
     again with the skipped window, so that a resumed run skips the same data. After a corruption, no data are skipped,
     and the checkpoint is the newest one from before it.
 
@@ -42,7 +42,7 @@ def roll_back(loop: Loop, found: Finding) -> bool:
         target = trusted[-1]
     else:
         target = saved_ones[-min(section.rollback_checkpoints, len(saved_ones))]
-    step, until = steps[target], guard.data_step(loop.state.step) + 1
+    step, until = steps[target], guard.data_step(loop.state.step - found.late) + 1
     # Loaded, and so verified, before anything is deleted.
     saved = restore(job, loop.model, loop.optimizer, loop.compress, loop.callbacks, loop.frozen, target)
     loop.saver.forget_after(step)  # a local checkpoint that is newer than all others would be resumed
@@ -55,6 +55,7 @@ def roll_back(loop: Loop, found: Finding) -> bool:
     if found.kind != KIND:
         loop.guard.skip_data(step, until)
     loop.integrity.checked = step
+    loop.readings.read()  # of steps that are repeated
     state = loop.state
     state.step, state.metrics, state.updated = step, {}, True
     loop.saved_at, loop.validated_at, loop.measured = step, 0, {}
