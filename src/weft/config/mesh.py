@@ -92,7 +92,9 @@ class ParallelSection(Section):
     layers_per_fsdp_unit: int = Field(1, ge=1, le=MOST)
     """Number of layers in an FSDP2 unit, whose parameters are all-gathered together."""
     prefetch: int = Field(0, ge=0, le=MOST)
-    """Number of FSDP2 units that are all-gathered in advance; with 0, FSDP2 decides."""
+    """Number of FSDP2 units that are all-gathered in advance; with 0, FSDP2 decides. With `ep`, at least 1, because the
+    host waits for the device in each layer with experts.
+    """
     offload: Literal["none", "parameters", "optimizer"] = "none"
     """Which tensors are kept in host memory between uses. `parameters`: parameters, gradients and optimizer state;
     `optimizer`: the optimizer state only.
@@ -105,14 +107,19 @@ class ParallelSection(Section):
     cp_method: Literal["auto", "all_to_all", "all_gather", "ring"] = "auto"
     """Communication of attention over `cp`. `all_to_all`: an all-to-all gives each rank all tokens of some heads
     (Ulysses). `all_gather`: keys and values are all-gathered. `ring`: keys and values are passed from rank to rank
-    (ring attention). Ring attention requires a purely causal mask, and no dropout, sinks, soft-capping or ALiBi;
-    otherwise `ring` falls back to `all_gather`. `auto`: `all_to_all` if `cp` divides both the number of query heads and
-    the number of key/value heads of each tensor parallel rank, otherwise `all_gather`.
+    (ring attention). Ring attention requires a purely causal mask, no dropout, sinks, soft-capping or ALiBi, and on
+    GPUs a 16-bit dtype and a head size that is a multiple of 8 and at most 256; otherwise `ring` falls back to
+    `all_gather`. `auto`: `all_to_all` if `cp` divides both the number of query heads and the number of key/value heads
+    of each tensor parallel rank, otherwise `all_gather`.
     """
     pp_schedule: Schedule = "1f1b"
     """Pipeline schedule for `pp`."""
     stages_per_rank: int | None = Field(None, ge=1, le=MOST)
     """Number of pipeline stages on each rank. Default: 1 for `gpipe` and `1f1b`, otherwise 2."""
+    pp_residual: Literal["compute", "state"] = "compute"
+    """Dtype in which stages send the residual stream and its gradients. `compute`: `training.dtype`, half the bytes in
+    16 bits; the sum is rounded once per stage. `state`: float32 (float64 with `dtype: float64`).
+    """
     stage_layers: list[int] | None = None
     """Number of layers of each pipeline stage, from first to last. Default: the stages have about equal FLOPs."""
 

@@ -57,7 +57,7 @@ def _stage_times(job: Job, stage: Stage) -> dict[str, Parts]:
 def simulate_pipeline(job: Job, stages: list[Stage]) -> tuple[Parts, Callable[[], list[list[Event]]]]:
     """Returns the parts of a step of the busiest pipeline rank, and a function that returns the events of all ranks."""
     times = [_stage_times(job, stage) for stage in stages]
-    hidden = job.shares.tokens // job.mesh.tp * job.model.hidden_size * job.state
+    hidden = job.shares.tokens // job.mesh.tp * job.model.hidden_size * job.sent
     send = job.links.seconds("send", hidden, job.groups["pp"])
     ranks, count = job.mesh.pp, job.micro_batches
     rounds = max(0, (count - ROUNDS * ranks * job.parallel.virtual_stages) // ranks)

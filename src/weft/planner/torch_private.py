@@ -60,7 +60,7 @@ def without_values(rows: int, choices: int) -> Iterator[FakeTensorMode]:
     """
 
     def tolist(tensor: torch.Tensor) -> Any:
-        if tensor.dim() == 3:  # how many rows and choices `dispatch_to_ranks` sends to each rank, and receives
+        if tensor.dim() == 3:  # how many rows and choices `send_to_ranks` sends to each rank, and receives
             return [[[rows // len(ranks), choices // len(ranks)] for _ in ranks] for ranks in tensor]
         return tensor.item() if tensor.dim() == 0 else [1.0 if tensor.is_floating_point() else 0] * len(tensor)
 

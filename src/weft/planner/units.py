@@ -132,6 +132,7 @@ class Job:
         state = "float64" if self.dtype == "float64" else "float32"
         reduce = state if self.training.reduce_dtype == "auto" else self.training.reduce_dtype
         self.width, self.state, self.reduce_width = WIDTHS[self.dtype], WIDTHS[state], WIDTHS[reduce]
+        self.sent = self.width if self.parallel.pp_residual == "compute" else self.state  # between pipeline stages
         fused = self.training.compile if self.stack.fused is None else self.stack.fused
         self.shares = Shares(
             model=self.model,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from weft.parallel.gradients.frozen_rows import FrozenRows
 from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.objective import Objective
 from weft.parallel.ranks import all_gather_object
+from weft.train.ahead import Ahead, batches_ahead
 from weft.train.data import Data
 from weft.train.frozen_sources import FrozenModels
 from weft.train.given_batches import GivenBatches
@@ -81,6 +82,7 @@ class Loop:
         self.rates = ScheduledRates(self.optimizer, self.schedule)
         self.measured: dict[str, float] = {}
         self.saved_at = self.validated_at = 0
+        self.ahead = Ahead(None, self.world.device)
         self.saver = self.new_saver(self)
         self.tokens = int(self.saved.get("tokens", 0))  # of all sessions
         self.guard = Guard(self.config.watch, self.saved)
@@ -101,7 +103,7 @@ class Loop:
             state = self.begin(step, stop or StopRequest())
             if self.guard.may_roll_back and not self.world.agree(lambda: checkpoints(state.path), only_first=True):
                 self.save(step)  # so that a rollback is possible from the first step
-            batches = self.batches(step)
+            batches = batches_ahead(self, step)
             while state.step < steps:
                 doing(f"step {state.step + 1:,}", step=state.step + 1)
                 self.recorder.begin_step()
@@ -116,7 +118,7 @@ class Loop:
                     self.after_update(state.step)
                 elif found.action == "rollback" and roll_back(self, found):
                     batches.close()
-                    batches = self.batches(state.step)
+                    batches = batches_ahead(self, state.step)
                 else:
                     return self.leave(found.kind, late=found.late)
             return self.leave("finished")
@@ -164,7 +166,7 @@ class Loop:
         first = self.guard.data_step(step)
         yield from source.iterate(first, steps + first - step, self.config.data.workers)
 
-    def next_batch(self, batches: Iterator[Batch | None]) -> Batch | None:
+    def next_batch(self, batches: Ahead) -> Batch | None:
         """Returns this rank's sequences of the next global batch; None if a rollout was stopped."""
         try:
             batch = next(batches)
@@ -218,6 +220,7 @@ class Loop:
         state, step = self.state, self.state.step
         state.batch, state.logged = batch, self.due(step + 1, self.config.log.every)
         reading = self.compute_gradients(batch, sums)
+        self.ahead.fetch()
         read = self.readings.add(reading, due=needs_numbers(self, step + 1))
         self.monitor.own.reduced()
         judged, finite = judge(self, read)
@@ -241,13 +244,13 @@ class Loop:
         self.scale.update(finite)
         self.optimizer.zero_grad()
         self.balance.update()
-        loss, norm, *_ = self.numbers
+        loss, norm, scalars, balance = self.numbers
         state.step, state.loss, state.updated = step + 1, loss, updates
         self.tokens, size = self.tokens + sums.tokens, batch.tokens.shape[1]
         measured = {"tokens": self.tokens, "loss": loss, "lr": lr, "grad_norm": norm}
         measured["learned_tokens"] = sums.learned_tokens
         state.metrics = self.recorder.end_step(state.step, sums.tokens, size, logged=state.logged, **measured)
-        for values in (self.balance.metrics(self.numbers.balance), scaling, self.numbers.scalars):
+        for values in (self.balance.metrics(balance), scaling, scalars):
             state.log(values)
         self.monitor.ended()
         return self.integrity.check_parameters(state.step)

@@ -33,18 +33,23 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config.hidden_size, inner, moe, config.hidden_act)
         shared = config.model_copy(update={"intermediate_size": inner * moe.n_shared_experts, "hidden_dropout": 0.0})
         self.shared = MLP(shared) if moe.n_shared_experts else None
-        # `parallel/` replaces `dispatch` if experts are sharded. A capacity makes shapes depend on data: not compiled.
+        # A capacity makes shapes depend on data: not compiled. If experts are sharded, `parallel/` sets `send`, which
+        # starts to send the tokens, and replaces `dispatch`, which then gets the result of `send`.
         self.dispatch: Any = dispatch if moe.capacity_factor is None else torch.compiler.disable(dispatch)
+        self.send: Callable[..., Any] | None = None
         self.hidden_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor, loss_weights: torch.Tensor | None = None) -> torch.Tensor:
         """Maps `x` `[batch, seq, hidden]` to `[batch, seq, hidden]`; `loss_weights` is as in `Decoder.forward`."""
         weights, chosen, scores = self.router(x)
         dropped = self.router.over_capacity(chosen) if self.training else None
-        tokens = (None if tensor is None else tensor.flatten(0, 1) for tensor in (x, weights, chosen, dropped))
+        tokens = tuple(None if tensor is None else tensor.flatten(0, 1) for tensor in (x, weights, chosen, dropped))
+        if self.send is not None:
+            tokens = (self.send(self.experts, *tokens),)
+        shared = None if self.shared is None else self.shared(x)  # while tokens are on their way
         out = self.dispatch(self.experts, *tokens).view_as(x)
-        if self.shared is not None:
-            out = out + self.shared(x)
+        if shared is not None:
+            out = out + shared
         out = self.hidden_dropout(out)
         if self.training and loss_weights is not None:
             loss = self.router.auxiliary_loss(scores, chosen, loss_weights, dropped)

@@ -33,7 +33,7 @@ from weft.models.layers.attention import CoreAttention
 from weft.models.layers.moe import Router
 from weft.models.layers.rope import rotary_depends_on_length
 from weft.parallel import collectives
-from weft.parallel.axes.ring import ring_attention
+from weft.parallel.axes.ring import ring_attention, ring_usable
 from weft.parallel.model_state import ModelState
 from weft.parallel.randomness import WeightsDropout, draw_full_sequence
 
@@ -231,11 +231,13 @@ class SequenceShard:
         full = tokens.new_zeros(1, seq) if segments is None else segments
         plain = config.attn_logit_softcapping is None and not config.attention_sinks and config.position != "alibi"
 
+        usable = ring_usable(device, dtype, config.qk_head_dim)
+
         def make(window: int | None = None):
             window = None if window is None or window >= seq else window
             dropout = config.attention_dropout if model.training else 0.0
             causal = segments is None and window is None and model.pattern is None
-            if self.method == "ring" and plain and causal and dropout == 0:
+            if self.method == "ring" and plain and causal and dropout == 0 and usable:
                 return None
             if flex_usable(device, dtype, config.qk_head_dim, dropout) and config.attention_implementation != "sdpa":
                 return sparse_block_mask(full, window, model.pattern, queries, keys)
@@ -263,7 +265,9 @@ def _attention_by_all_to_all(group: dist.ProcessGroup, forward: Callable) -> Cal
 def _attention_by_all_gather(group: dist.ProcessGroup, scale: float | None, forward: Callable) -> Callable:
     def call(q, k, v, mask=None):
         if mask is not None:
-            return forward(q, collectives.all_gather(k, 2, group), collectives.all_gather(v, 2, group), mask)
+            # One collective. Values can have a smaller head size than keys.
+            k, v = collectives.all_gather(torch.cat((k, v), 3), 2, group).split((k.shape[3], v.shape[3]), 3)
+            return forward(q, k, v, mask)
         size = v.shape[3]
         if size < k.shape[3]:  # ring attention needs one head size
             v = F.pad(v, (0, k.shape[3] - size))

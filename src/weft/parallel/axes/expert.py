@@ -21,6 +21,7 @@ from weft.models.sharding import decoder_sharding
 from weft.parallel import collectives
 from weft.parallel.axes.tensor import placement
 from weft.parallel.local_parameters import distribute_parameters
+from weft.parallel.memory.host_values import once
 from weft.parallel.model_state import ModelState
 
 
@@ -78,18 +79,38 @@ class _Sum(torch.autograd.Function):
         return grad[ctx.copies.source], None
 
 
+class Sent(NamedTuple):
+    """A dispatch that has started: tokens are on their way to the ranks of their experts.
+
+    Attributes:
+        sends: which copies of which of this rank's tokens are sent.
+        message: the received rows `[rows, hidden + choices]`, a token and the weights of its choices; not yet awaited.
+        choices: which of this rank's experts each row chose, -1 for those of other ranks, int32 `[rows, choices]`.
+        sent, received: numbers of rows that this rank sends to, and receives from, each rank.
+        computed: number of choices that this rank computes.
+    """
+
+    sends: Copies
+    message: torch.Tensor
+    choices: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    computed: int
+
+
 @torch.compiler.disable
-def dispatch_to_ranks(
+def send_to_ranks(
     group: dist.ProcessGroup,
     experts: Experts,
     x: torch.Tensor,
     weights: torch.Tensor,
     chosen: torch.Tensor,
     dropped: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Computes `weft.models.layers.moe.dispatch` with experts that are sharded over `group`, in equal numbers.
+) -> Sent:
+    """Starts `weft.models.layers.moe.dispatch` with experts that are sharded over `group`, in equal numbers.
 
-    The ranks first exchange the numbers of rows and of choices, so that buffers have the exact size.
+    The ranks first exchange the numbers of rows and of choices, so that buffers have the exact size. The host waits for
+    these numbers, but not again when activation checkpointing recomputes the layer.
 
     Args:
         experts: this rank's experts. They are consecutive, and ordered by rank.
@@ -101,27 +122,47 @@ def dispatch_to_ranks(
         rank_of = rank_of.masked_fill(dropped, ranks)
     to_rank = rank_of.unsqueeze(1) == torch.arange(ranks, device=x.device).unsqueeze(1)  # [tokens, ranks, choices]
     goes = to_rank.any(2)
-    counts = torch.stack((goes.sum(0), to_rank.sum((0, 2))), 1)  # [ranks, (rows, choices)]
-    incoming = torch.empty_like(counts)
-    dist.all_to_all_single(incoming, counts, group=group)
-    outgoing, expected = torch.stack((counts, incoming)).tolist()  # one synchronization with the GPU
-    sent, received = [rows for rows, _ in outgoing], [rows for rows, _ in expected]
 
+    def exchange() -> tuple[list[list[int]], list[list[int]]]:
+        counts = torch.stack((goes.sum(0), to_rank.sum((0, 2))), 1)  # [ranks, (rows, choices)]
+        incoming = torch.empty_like(counts)
+        dist.all_to_all_single(incoming, counts, group=group)
+        outgoing, expected = torch.stack((counts, incoming)).tolist()  # one synchronization with the GPU
+        return outgoing, expected
+
+    outgoing, expected = once(exchange)
+    sent, received = [rows for rows, _ in outgoing], [rows for rows, _ in expected]
     rank, token = torch.nonzero_static(goes.t(), size=sum(sent)).unbind(1)
-    sends = Copies.of(token, len(x))
-    local = torch.where(rank_of[token] == rank.unsqueeze(1), chosen[token] - rank.unsqueeze(1) * local_experts, -1)
-    choices = local.new_empty((sum(received), chosen.shape[1]), dtype=torch.int32)
-    dist.all_to_all_single(choices, local.to(torch.int32), received, sent, group=group)
+
+    def exchange_choices() -> torch.Tensor:
+        local = torch.where(rank_of[token] == rank.unsqueeze(1), chosen[token] - rank.unsqueeze(1) * local_experts, -1)
+        choices = local.new_empty((sum(received), chosen.shape[1]), dtype=torch.int32)
+        dist.all_to_all_single(choices, local.to(torch.int32), received, sent, group=group)
+        return choices
+
+    choices, sends = once(exchange_choices), Copies.of(token, len(x))
     message = sends.copy(torch.cat((x, weights), 1))
     message = collectives.all_to_all_rows(message, received, sent, group)
-    rows, row_weights = message.split((x.shape[1], weights.shape[1]), 1)
+    return Sent(sends, message, choices, sent, received, sum(number for _, number in expected))
 
+
+@torch.compiler.disable
+def compute_sent(group: dist.ProcessGroup, experts: Experts, dispatched: Sent) -> torch.Tensor:
+    """Waits for the tokens of `send_to_ranks`, computes this rank's experts, and sends the outputs back.
+
+    Returns:
+        The result of `weft.models.layers.moe.dispatch` for this rank's tokens.
+    """
+    sends, message, choices, sent, received, number = dispatched
+    per_token = choices.shape[1]
+    rows, row_weights = message.split((message.shape[1] - per_token, per_token), 1)
     choices = choices.flatten()
-    computed = torch.nonzero_static(choices >= 0, size=sum(number for _, number in expected)).squeeze(1)
+    computed = torch.nonzero_static(choices >= 0, size=number).squeeze(1)
     by_expert, order = choices[computed].sort(stable=True)
     computed = computed[order]
-    ends = torch.searchsorted(by_expert, torch.arange(local_experts, device=x.device), right=True)
-    copies = Copies.of(computed // chosen.shape[1], len(rows))
+    local_experts = torch.arange(experts.num_experts // group.size(), device=message.device)
+    ends = torch.searchsorted(by_expert, local_experts, right=True)
+    copies = Copies.of(computed // per_token, len(rows))
     out = experts(copies.copy(rows), ends.to(torch.int32))
     out = copies.sum(out * row_weights.flatten().gather(0, computed).unsqueeze(1))
     return sends.sum(collectives.all_to_all_rows(out, sent, received, group))
@@ -146,6 +187,7 @@ def shard_over_ep(model: nn.Module, state: ModelState) -> nn.Module:
     distribute_parameters(model, world.ep_mesh, placements)
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            dispatch = partial(dispatch_to_ranks, world.ep_mesh.get_group("ep"))
-            state.fill(module, "dispatch", "ep: all-to-all, tokens to their experts and back", dispatch)
+            group = world.ep_mesh.get_group("ep")
+            state.fill(module, "send", "ep: all-to-all, tokens to their experts", partial(send_to_ranks, group))
+            state.fill(module, "dispatch", "ep: experts, all-to-all back", partial(compute_sent, group))
     return model

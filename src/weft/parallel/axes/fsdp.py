@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.errors import UserError
@@ -96,12 +96,36 @@ def shard_over_data(model: nn.Module, state: ModelState) -> nn.Module:
     for unit in units:
         wrap(unit, world.fsdp_mesh, block_policy, reshard=unit[0] not in last)
     wrap([model], world.fsdp_mesh, policy, reshard=False)
-    for number, unit in enumerate(units if parallel.prefetch else []):
-        ahead = units[number + 1 : number + 1 + parallel.prefetch]
-        before = units[max(0, number - parallel.prefetch) : number]
-        unit[0].set_modules_to_forward_prefetch([other[0] for other in ahead])
-        unit[0].set_modules_to_backward_prefetch([other[0] for other in reversed(before)])
+    # The host of a rank with sharded experts waits for the device in each layer, so FSDP2 alone would start the next
+    # all-gather only afterwards.
+    count = max(parallel.prefetch, int(world.ep_fsdp_mesh is not None))
+    prefetch_units(model, units, count, world.ep_fsdp_mesh is not None)  # pyright: ignore[reportArgumentType]
     return model
+
+
+def prefetch_units(model: FSDPModule, units: list[list[nn.Module]], count: int, with_experts: bool) -> None:
+    """Makes each FSDP2 unit all-gather the parameters of the next `count` units in advance, in forward and in backward.
+
+    Args:
+        model: the root, whose forward is followed by that of the first unit.
+        with_experts: whether the experts of a unit are units of their own, which are all-gathered with it.
+    """
+
+    def parts(others: list[list[nn.Module]]) -> list[FSDPModule]:
+        found = [[other[0], *(_experts(other) if with_experts else [])] for other in others]
+        return [part for group in found for part in group]  # pyright: ignore[reportReturnType]
+
+    if not count or not units:
+        return
+    model.set_modules_to_forward_prefetch(parts(units[:count]))
+    for number, unit in enumerate(units):
+        before = units[max(0, number - count) : number]
+        unit[0].set_modules_to_forward_prefetch(parts(units[number + 1 : number + 1 + count]))
+        unit[0].set_modules_to_backward_prefetch(parts(before[::-1]))
+
+
+def _experts(unit: list[nn.Module]) -> list[nn.Module]:
+    return [module for block in unit for module in block.modules() if isinstance(module, Experts)]
 
 
 def _wrap(

@@ -126,11 +126,15 @@ class PipelinePasses(Passes):
             )
         self.stages, self.group, self.ranks = model.stages, world.group("pp"), world.shape.pp
         self.count = self.ranks * len(self.stages)
-        self.hidden_dtype = torch.promote_types(model.dtype or torch.float32, torch.float32)
+        self.output_dtype = torch.promote_types(model.dtype or torch.float32, torch.float32)
+        sends_compute = parallel.pp_residual == "compute" and model.dtype is not None
+        self.hidden_dtype: Any = model.dtype if sends_compute else self.output_dtype
         self.schedules: dict[tuple, Any] = {}
         self.tied_head = TiedHead(model, world, parallel)
         for stage in self.stages.values():
             stage.register_forward_pre_hook(self._add_inputs, with_kwargs=True)
+            if not stage.ends:
+                stage.register_forward_hook(lambda _, __, hidden: hidden.to(self.hidden_dtype))
             if self.normalizers:
                 return_normalizers(stage)
 
@@ -176,7 +180,7 @@ class PipelinePasses(Passes):
 
     def outputs(self, inputs: dict[str, Any], shard: Batch) -> torch.Tensor:
         """Returns the model's outputs for this rank's shard of a batch, on all ranks of the pipeline."""
-        found, dtype = self._run_stages(inputs, shard), self.hidden_dtype
+        found, dtype = self._run_stages(inputs, shard), self.output_dtype
         if inputs.get("labels") is not None or self.model.config.num_labels:
             shape = (*shard.tokens.shape, *self._columns(inputs))
         else:  # the shape of one token's outputs, from the logits of no tokens
@@ -237,7 +241,7 @@ class PipelinePasses(Passes):
         key = (count, size, tokens.shape[1])
         if key not in self.schedules:
             hidden = self._empty_hidden(size, tokens.shape[1], "meta").requires_grad_()
-            out = torch.empty((*tokens.shape, *columns), dtype=hidden.dtype, device="meta", requires_grad=True)
+            out = torch.empty((*tokens.shape, *columns), dtype=self.output_dtype, device="meta", requires_grad=True)
             ids = torch.empty(tokens.shape, dtype=tokens.dtype, device="meta")
             stages = [
                 PipelineStage(

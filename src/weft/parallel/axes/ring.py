@@ -18,7 +18,15 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
+from weft.kernels.flash import DTYPES
 from weft.torch_private import flash_cpu, flash_cpu_backward, flash_cuda, flash_cuda_backward
+
+FLASH_HEAD_DIM = 256  # largest head size of PyTorch's CUDA kernel, which also needs a multiple of 8
+
+
+def ring_usable(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether PyTorch's flash kernel, whose log-sum-exp ring attention needs, supports a dtype and a head size."""
+    return device.type != "cuda" or (dtype in DTYPES and head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM)
 
 
 @torch.compiler.disable
@@ -67,14 +75,19 @@ class _RingAttention(torch.autograd.Function):
         grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         kv = torch.stack((k, v))
         grad_kv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)  # circulates with its keys and values
+        receive = None
         for queries, keys, causal, (ring_k, ring_v) in _ring(kv, group):
             inputs = (grad[:, :, queries], q[:, :, queries], ring_k[:, :, keys], ring_v[:, :, keys])
             parts = _backward(*inputs, out[:, :, queries], lse[:, :, queries], causal, ctx.scale)
             grad_q[:, :, queries] += parts[0]
+            if receive is not None:  # sent while `_backward` ran
+                grad_kv = receive()
             grad_kv[0][:, :, keys] += parts[1]
             grad_kv[1][:, :, keys] += parts[2]
             if group.size() > 1:
-                grad_kv = _send_to_next(grad_kv, group)()  # after the last step, back at its rank
+                receive = _send_to_next(grad_kv, group)
+        if receive is not None:
+            grad_kv = receive()  # back at its rank
         return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype), None, None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from weft.errors import UserError
 from weft.parallel.memory.budget import ATTENTION, Key, choose_results, is_random, op_name
+from weft.parallel.memory.host_values import remembering
 from weft.torch_private import (
     OpOverload,
     TorchDispatchMode,
@@ -64,7 +66,9 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
     if kind == "none" or (kind == "budget" and compile):  # the compiler chooses what to save
         return forward
     if kind == "full":
-        return functools.partial(checkpoint, forward, use_reentrant=False)
+        # The compiler does not trace contexts of its own. It breaks its graph where the host reads numbers anyway.
+        contexts = {} if compile else {"context_fn": remembering}
+        return functools.partial(checkpoint, forward, use_reentrant=False, **contexts)
     if kind == "budget":
         return _Budget(forward, float(amount))
     return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=_selective)
@@ -134,19 +138,22 @@ def _contexts(
         wanted: (`Key` of an operator call, arguments, keyword arguments) -> whether to save the result of this call.
     """
     saved: dict[Key, Any] = {}
-    return _SaveResults(saved, relevant, wanted), _ReuseResults(saved, relevant)
+    forward, again = remembering()
+    return _SaveResults(forward, saved, relevant, wanted), _ReuseResults(again, saved, relevant)
 
 
 class _Counting(TorchDispatchMode):
     """Context manager that numbers the calls of each operator, from 0 whenever the context is entered.
 
     Args:
+        inner: context that is entered and left with this one.
         saved: `Key` of an operator call -> saved result.
         relevant: operator -> whether its calls are numbered.
     """
 
-    def __init__(self, saved: dict[Key, Any], relevant: Callable[[Any], bool]):
+    def __init__(self, inner: AbstractContextManager, saved: dict[Key, Any], relevant: Callable[[Any], bool]):
         super().__init__()
+        self.inner = inner
         self.saved, self.relevant = saved, relevant
         self.counts: Counter[Any] = Counter()
 
@@ -156,7 +163,12 @@ class _Counting(TorchDispatchMode):
 
     def __enter__(self):
         self.counts.clear()
+        self.inner.__enter__()
         return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.inner.__exit__(*error)
 
     def key(self, op: Any) -> Key | None:
         if not isinstance(op, OpOverload) or not self.relevant(op):
@@ -168,8 +180,14 @@ class _Counting(TorchDispatchMode):
 class _SaveResults(_Counting):
     """Context manager for the forward pass: saves the operator results that the activation checkpointing mode keeps."""
 
-    def __init__(self, saved: dict[Key, Any], relevant: Callable[[Any], bool], wanted: Callable[..., bool]):
-        super().__init__(saved, relevant)
+    def __init__(
+        self,
+        inner: AbstractContextManager,
+        saved: dict[Key, Any],
+        relevant: Callable[[Any], bool],
+        wanted: Callable[..., bool],
+    ):
+        super().__init__(inner, saved, relevant)
         self.wanted = wanted
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
