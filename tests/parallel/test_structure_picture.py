@@ -84,7 +84,7 @@ def test_every_axis_of_a_mesh(picture, yaml):
     ]
     assert "tp: all-gather the sequence, reduce-scatter the output\n        MixtureOfExperts.forward" in text
     assert "cp: keys and values by all-gather\n        CoreAttention.forward" in text
-    assert "dispatch <- ep: all-to-all" in text
+    assert "send <- ep: all-to-all" in text
     assert "dp_replicate R, efsdp" in text  # the experts, on a mesh of their own
     assert "stage 1" not in text
 
