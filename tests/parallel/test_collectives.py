@@ -163,8 +163,8 @@ def context(way, cp, *, axis="cp", tp=1, item=FLOAT32):
         each = {(phase, "all_to_all", axis): (4 * LAYERS, 2 * LAYERS * (heads + kv) // cp) for phase in PHASES}
         return add(loss, each)
     if way == "all_gather":
-        gathered = {("forward", "all_gather", axis): times(2 * LAYERS, kv)}
-        return add(loss, gathered, {("backward", "reduce_scatter", axis): times(2 * LAYERS, kv)})
+        gathered = {("forward", "all_gather", axis): times(LAYERS, 2 * kv)}
+        return add(loss, gathered, {("backward", "reduce_scatter", axis): times(LAYERS, 2 * kv)})
     both = 2 * kv // cp
     turns = {(phase, kind, axis): times((cp - 1) * LAYERS, both) for phase in PHASES for kind in ("send", "receive")}
     # The gradients of keys and values go all the way, until they are where these came from.
