@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,3 +73,12 @@ def batches_ahead(loop: Loop, step: int) -> Ahead:
     early = not isinstance(loop.data.source, RolloutSource)
     loop.ahead = Ahead(loop.batches(step), loop.world.device, early=early)
     return loop.ahead
+
+
+@contextmanager
+def closed_at_end(loop: Loop) -> Iterator[None]:
+    """Context of a run. At its end, the workers that read batches end, and no longer hold the run's lock."""
+    try:
+        yield
+    finally:
+        loop.ahead.close()

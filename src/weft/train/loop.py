@@ -23,7 +23,7 @@ from weft.parallel.gradients.frozen_rows import FrozenRows
 from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.objective import Objective
 from weft.parallel.ranks import all_gather_object
-from weft.train.ahead import Ahead, batches_ahead
+from weft.train.ahead import Ahead, batches_ahead, closed_at_end
 from weft.train.data import Data
 from weft.train.frozen_sources import FrozenModels
 from weft.train.given_batches import GivenBatches
@@ -99,7 +99,7 @@ class Loop:
         """
         steps = self.length.steps
         assert steps is not None
-        with self.recorder.progress(step), self.saver:
+        with self.recorder.progress(step), self.saver, closed_at_end(self):
             state = self.begin(step, stop or StopRequest())
             if self.guard.may_roll_back and not self.world.agree(lambda: checkpoints(state.path), only_first=True):
                 self.save(step)  # so that a rollback is possible from the first step
