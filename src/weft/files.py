@@ -151,6 +151,11 @@ def lock_exclusively(descriptor: int, what: str, where: Path) -> bool:
     return True
 
 
+def unlock(descriptor: int) -> None:
+    """Unlocks what `lock_exclusively` locked, also in the processes that inherited the descriptor."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
     """Context manager that waits for the lock of a file, and holds it. Yields whether the file system has locks.

@@ -1,11 +1,16 @@
-"""Batches that are read while the device computes."""
+"""Batches that are read while the device computes, and the processes that read them."""
+
+import multiprocessing
 
 import pytest
 import torch
+from running import QUIET
 
+import weft
 from weft.data.batches.batch import Batch
 from weft.errors import UserError
 from weft.train.ahead import Ahead
+from weft.train.loop import Loop
 
 
 def batches(read):
@@ -38,6 +43,53 @@ def test_a_closed_iterator_forgets_the_batch_that_it_read():
     ahead.close()
     with pytest.raises(StopIteration):
         next(ahead)
+
+
+ENDS = """
+import os, signal
+from weft.errors import UserError
+
+class Ends:
+    def __init__(self, *, how: str):
+        self.how = how
+
+    def step(self, state):
+        if state.step != 2:
+            return
+        if self.how == "asked":
+            state.request_stop("enough")
+        elif self.how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.how == "error":
+            raise UserError("no more")
+"""
+
+
+def test_no_worker_outlives_its_run(run_yaml, tmp_path, monkeypatch):
+    """Whichever way the run ends, and although the program keeps its loop or its error."""
+    (tmp_path / "ends_for_ahead.py").write_text(ENDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    kept, begin = [], Loop.run
+    monkeypatch.setattr(Loop, "run", lambda loop, *rest: kept.append(loop) or begin(loop, *rest))
+    before = multiprocessing.active_children()
+    for how, status in (("asked", "stopped-early"), ("signal", "stopped"), ("error", None), ("not", "finished")):
+        file = run_yaml(
+            training={"steps": 4, "batch_tokens": 64, "micro_batch_size": 1},
+            schedule={"type": "constant", "warmup_steps": 0},
+            data={"validation": None, "workers": 1},
+            model={"num_hidden_layers": 1},
+            callbacks=[{"type": "ends_for_ahead:Ends", "how": how}],
+            log=QUIET,
+        )
+        trainer = weft.Trainer(weft.RunConfig.load(file), fresh=True)
+        if status is None:
+            with pytest.raises(UserError, match="no more") as error:
+                trainer.fit()
+            kept.append(error)
+        else:
+            assert trainer.fit().status == status
+        assert multiprocessing.active_children() == before, how
+    assert len(kept) == 5
 
 
 @pytest.mark.gpu

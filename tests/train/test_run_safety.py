@@ -14,6 +14,7 @@ from forked import Forked
 from running import QUIET, SLOW, finish, losses, train, until_step
 
 import weft.files
+from weft.checkpoint.run_lock import unlock_run
 from weft.cli.main import main
 from weft.errors import UserError
 from weft.formatting import masked, without_secrets
@@ -68,6 +69,16 @@ def test_a_restart_waits_for_the_data_workers_of_a_rank_that_died(tmp_path):
     threading.Timer(0.5, os.close, [held]).start()
     os.close(claim(tmp_path, fresh=False))
     assert json.loads((tmp_path / ".lock").read_bytes())["pid"] == os.getpid()
+
+
+def test_what_inherited_the_lock_does_not_keep_it(tmp_path):
+    lock = claim(tmp_path, fresh=False)
+    inherited = os.dup(lock)  # the same open file, as in a forked data worker that is slow to end
+    with pytest.raises(UserError, match=r"another process \(process \d+ on"):
+        claim(tmp_path, fresh=False)
+    unlock_run(lock)
+    os.close(claim(tmp_path, fresh=False))
+    os.close(inherited)
 
 
 def test_without_locks_the_recorded_owner_counts_while_it_may_run(tmp_path, without_locks):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UserError
-from weft.files import lock_exclusively
+from weft.files import lock_exclusively, unlock
 from weft.observe.manifest import now
 from weft.processes import boot_id, process_exists
 
@@ -54,9 +54,14 @@ def lock_run(path: Path, remedy: str) -> int:
 
 
 def unlock_run(lock: int) -> None:
-    """Unlocks a run directory, and removes who had the lock from the file."""
+    """Unlocks a run directory, and removes who had the lock from the file.
+
+    The lock belongs to the open file, which forked processes (such as data workers) share: closing the descriptor
+    alone would leave the directory locked until the last of them has ended.
+    """
     with suppress(OSError):
         os.ftruncate(lock, 0)
+        unlock(lock)
     os.close(lock)
 
 
