@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from weft.errors import UserError
 from weft.parallel.memory.budget import ATTENTION, Key, choose_results, is_random, op_name
-from weft.parallel.memory.host_values import remembering
+from weft.parallel.memory.host_values import is_computing, remembering
 from weft.torch_private import (
     OpOverload,
     TorchDispatchMode,
@@ -171,7 +171,7 @@ class _Counting(TorchDispatchMode):
         self.inner.__exit__(*error)
 
     def key(self, op: Any) -> Key | None:
-        if not isinstance(op, OpOverload) or not self.relevant(op):
+        if not isinstance(op, OpOverload) or not self.relevant(op) or is_computing():
             return None
         self.counts[op] += 1
         return op, self.counts[op] - 1

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from weft.parallel.memory.host_values import is_computing
 from weft.torch_private import OpOverload, TorchDispatchMode, schema_of, storage_of, tree_leaves
 
 Key = tuple[Any, int]  # an operator, and the number of earlier calls of the operator in this forward
@@ -144,7 +145,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(op, OpOverload):
+        if not isinstance(op, OpOverload) or is_computing():  # calls that recomputation does not repeat do not count
             return op(*args, **kwargs)
         for tensor in _written(op, args, kwargs):
             if storage_of(tensor) in self.producer:

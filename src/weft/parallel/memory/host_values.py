@@ -22,12 +22,23 @@ def once(compute: Callable[[], T]) -> T:
     anything that needs a gradient.
     """
     values, position = getattr(_thread, "values", None), getattr(_thread, "position", 0)
-    if values is None:
-        return compute()
-    if position == len(values):
-        values.append(compute())
-    _thread.position = position + 1
-    return values[position]
+    if values is not None and position < len(values):
+        _thread.position = position + 1
+        return values[position]
+    outer, _thread.computing = is_computing(), True
+    try:
+        value = compute()
+    finally:
+        _thread.computing = outer
+    if values is not None:
+        values.append(value)
+        _thread.position = position + 1
+    return value
+
+
+def is_computing() -> bool:
+    """Whether this thread is in `compute` of `once`, whose operations recomputation does not repeat."""
+    return getattr(_thread, "computing", False)
 
 
 def remembering() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
