@@ -8,8 +8,8 @@ else is fitted. With --emulate: 4 processes in a network namespace whose loopbac
 products take the time of a device with few FLOP/s, by sleeping (`peers/sleeping.py`), because 4 processes on 2 cores
 would measure contention. The links are measured behind the same filter.
 
-Prints each mesh, Kendall's tau of predicted and measured step times, and how much slower the plan is that the planner
-would pick than the best one. Writes a table (.md) and all numbers (.json) into benchmarks/results.
+Prints each mesh, Kendall's tau of predicted and measured step times, that of two rounds of measurements with each other,
+which limits the first, and how much slower the plan is that the planner would pick than the best one. Writes a table (.md) and all numbers (.json) into benchmarks/results.
 """
 
 import argparse
@@ -19,8 +19,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from statistics import median
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
@@ -38,17 +40,21 @@ training: {{steps: 100, batch_tokens: {tokens}, dtype: float32}}
 log: {{trackers: []}}
 """
 TWO = {
-    "fsdp": ["parallel.dp_shard=2"],
-    "fsdp, kept after forward": ["parallel.dp_shard=2", "parallel.reshard_after_forward=false"],
-    "fsdp, micro-batch 1": ["parallel.dp_shard=2", "training.micro_batch_size=1"],
-    "fsdp, recomputation": ["parallel.dp_shard=2", "training.activation_checkpointing=full"],
     "dp": ["parallel.dp_replicate=2", "parallel.dp_shard=1"],
-    "tp": ["parallel.tp=2", "parallel.dp_shard=1"],
-    "tp, micro-batch 2": ["parallel.tp=2", "parallel.dp_shard=1", "training.micro_batch_size=2"],
+    "fsdp": ["parallel.dp_shard=2"],
+    "fsdp, recomputation": ["parallel.dp_shard=2", "training.activation_checkpointing=full"],
+    "fsdp, micro-batch 1": ["parallel.dp_shard=2", "training.micro_batch_size=1"],
+    "fsdp, micro-batch 1, recomputation": [
+        "parallel.dp_shard=2", "training.micro_batch_size=1", "training.activation_checkpointing=full",
+    ],
     "cp": ["parallel.cp=2", "parallel.dp_shard=1"],
+    "cp, micro-batch 1": ["parallel.cp=2", "parallel.dp_shard=1", "training.micro_batch_size=1"],
+    "tp": ["parallel.tp=2", "parallel.dp_shard=1"],
+    "tp, micro-batch 4": ["parallel.tp=2", "parallel.dp_shard=1", "training.micro_batch_size=4"],
+    "tp, micro-batch 1": ["parallel.tp=2", "parallel.dp_shard=1", "training.micro_batch_size=1"],
     "pp, 1f1b, 4 micro-batches": ["parallel.pp=2", "parallel.dp_shard=1", "training.micro_batch_size=4"],
-    "pp, 1f1b, 16 micro-batches": ["parallel.pp=2", "parallel.dp_shard=1", "training.micro_batch_size=1"],
-}
+    "pp, 1f1b, 1 micro-batch": ["parallel.pp=2", "parallel.dp_shard=1", "training.micro_batch_size=16"],
+}  # fmt: skip
 FOUR = {
     "fsdp": ["parallel.dp_shard=4"],
     "fsdp, micro-batch 1": ["parallel.dp_shard=4", "training.micro_batch_size=1"],
@@ -154,10 +160,10 @@ def weft(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "weft", *words], check=True, stdout=subprocess.DEVNULL)
 
 
-def kendall(rows: list[dict]) -> float:
-    """Returns Kendall's tau of predicted and measured seconds: pairs in the same order less pairs in the other."""
-    pairs = list(combinations(rows, 2))
-    signs = [(a["predicted"] - b["predicted"]) * (best(a) - best(b)) for a, b in pairs]
+def kendall(one: Sequence[float], other: Sequence[float]) -> float:
+    """Returns Kendall's tau of two orders: pairs in the same order less pairs in the other, of all pairs."""
+    pairs = list(combinations(zip(one, other, strict=True), 2))
+    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in pairs]
     return sum((sign > 0) - (sign < 0) for sign in signs) / len(pairs)
 
 
@@ -168,14 +174,21 @@ def best(row: dict) -> float:
 def report(rows: list[dict], args: argparse.Namespace) -> None:
     """Prints the table, and writes it unless only a few meshes were measured."""
     picked, fastest = min(rows, key=lambda row: row["predicted"]), min(map(best, rows))
-    lines = ["| mesh | predicted, s | measured, s | error |", "| --- | ---: | ---: | ---: |"]
+    lines = ["| mesh | predicted, s | measured, s | error | predicted parts, s |", "| --- | ---: | ---: | ---: | --- |"]
     for row in sorted(rows, key=best):
-        error = row["predicted"] / best(row) - 1
-        lines.append(f"| {row['mesh']} | {row['predicted']:.3f} | {best(row):.3f} | {error:+.0%} |")
+        error, times = row["predicted"] / best(row) - 1, ", ".join(f"{one:.3f}" for one in row["measured"])
+        parts = ", ".join(f"{name} {one:.3f}" for name, one in row["parts"].items() if one >= 5e-4)
+        lines.append(f"| {row['mesh']} | {row['predicted']:.3f} | {times} | {error:+.0%} | {parts} |")
     what = "4 processes, emulated devices and links" if args.emulate else "2 processes"
     page = f"# Predicted and measured steps of meshes: {what}\n\n{processor()}\n\n" + "\n".join(lines)
-    page += f"\n\nKendall's tau {kendall(rows):.2f}; the picked plan ({picked['mesh']}) is "
-    page += f"{best(picked) / fastest - 1:.1%} slower than the best\n"
+    tau = kendall([row["predicted"] for row in rows], [best(row) for row in rows])
+    page += f"\n\nKendall's tau {tau:.2f} of predicted and measured times (the fastest of each row); the picked plan "
+    page += f"({picked['mesh']}) is {best(picked) / fastest - 1:.1%} slower than the best.\n"
+    rounds = list(zip(*(row["measured"] for row in rows), strict=True))
+    if len(rounds) > 1:
+        noise = median(max(row["measured"]) / best(row) - 1 for row in rows)
+        page += f"Two rounds of measurements have a tau of {kendall(rounds[0], rounds[1]):.2f} with each other, and "
+        page += f"differ by {noise:.0%} in the median.\n"
     if args.quick:
         print(page)
         return

@@ -127,13 +127,26 @@ class HostSection(Section):
     """Bandwidth of copies between the host and one device in GB/s."""
     cores: int = Field(ge=1, le=1 << 20)
     """Number of cores of one host."""
+    fsdp_us: float = Field(0.0, ge=0, le=1e6)
+    """Microseconds of the host for each collective of FSDP2, such as hooks and views. They add to the time of a CPU;
+    those of a GPU are hidden.
+    """
+    tp_us: float = Field(0.0, ge=0, le=1e6)
+    """Microseconds of the host for each collective of tensor parallelism, such as DTensor's dispatch, on a CPU."""
+
+    @cached_property
+    def without_collectives(self) -> HostSection:
+        """The host of a GPU, which computes while the host prepares collectives."""
+        return self.model_copy(update={"fsdp_us": 0.0, "tp_us": 0.0})
 
 
 class OverlapSection(Section):
     """What communication beside computation costs."""
 
-    slowdown: float = Field(default=0.1, ge=0, le=2)
-    """Fraction by which computation is slower while a collective runs: collectives use cores and memory bandwidth."""
+    slowdown: float = Field(default=0.1, ge=0, le=1000)
+    """Fraction by which computation is slower while a collective runs: collectives use cores and memory bandwidth. With
+    1000, computation waits, such as that of ranks on a CPU without further cores.
+    """
 
 
 class Hardware(Section):

@@ -48,6 +48,7 @@ def add_links(
     *,
     slowdown: float | None,
     source: str,
+    host: Mapping[str, float] | None = None,
 ) -> None:
     """Writes measured links to a hardware file that `load_hardware` accepts. Its other lines and comments stay.
 
@@ -56,6 +57,7 @@ def add_links(
         collectives: measured collectives. They replace those of the file with the same kind, ranks and nodes.
         slowdown: measured `overlap.slowdown`; None keeps that of the file.
         source: where the numbers come from.
+        host: measured values of `host`; its others stay.
     """
     from ruamel.yaml import YAML
 
@@ -73,6 +75,9 @@ def add_links(
     if slowdown is not None:
         tree["overlap"] = _styled({"slowdown": rounded(slowdown)})
         tree["source"]["overlap"] = source
+    for key, value in rounded(host or {}).items():
+        tree["host"][key] = value
+        tree["source"][f"host.{key}"] = source
     Hardware.model_validate(tree)
     with report_write_errors(path):
         replace_file(path, _dump(tree))

@@ -34,6 +34,8 @@ CALLS = CHUNKS + 2  # of a collective, at least
 LEAST_SIZES = 4  # of a line
 MOST_CALLS = 40  # of a chunk
 PRODUCT = {"cpu": 512, "cuda": 4096}  # size of the matrix products beside which, or after which, a collective runs
+BESIDE = 3  # all-reduces beside which matrix products run
+MOST_SLOWDOWN = 1000.0  # that hardware files accept: computation waits
 LEAST_SECONDS = 1e-7  # of a collective: a difference of two measurements may be negative
 
 
@@ -195,27 +197,32 @@ def fit_line(times: dict[int, float]) -> tuple[float, float, float]:
 
 
 def measure_slowdown(device: torch.device, seconds: float) -> float:
-    """Returns by which fraction matrix products are slower while an all-reduce over all ranks runs; at most 2."""
+    """Returns by which fraction computation is slower while an all-reduce over all ranks runs; at most MOST_SLOWDOWN.
+
+    Matrix products run beside all-reduces for longer than these last, and both are waited for: what both take more than
+    the products alone is the time that the all-reduces cost. On a CPU without further cores, this is all of their time.
+    """
     size = PRODUCT[device.type]
     one, other = (torch.randn(size, size, device=device) for _ in range(2))
     tensor = torch.zeros(max(SIZES[device.type]) // 4, device=device)
     product = call_seconds(lambda: torch.mm(one, other), device, seconds / 4)
     collective = max(all_gather_object(call_seconds_together(lambda: dist.all_reduce(tensor), device)))
-    calls = max(2, min(1000, int(collective / product / 2)))
-    ratios = []
-    for _ in range(CHUNKS):
-        alone = _mean(lambda: torch.mm(one, other), device, calls)
-        dist.barrier()
-        works: list[Any] = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
-        began = time.perf_counter()
+    calls = max(all_gather_object(max(2, min(1000, int(2 * BESIDE * collective / product)))))
+    lost = []
+
+    def beside() -> None:
+        works: list[Any] = [dist.all_reduce(tensor, async_op=True) for _ in range(BESIDE)]
         for _ in range(calls):
             torch.mm(one, other)
-        if device.type != "cpu":
-            torch.cuda.current_stream().synchronize()
-        ratios.append((time.perf_counter() - began) / calls / alone - 1)
         for work in works:
             work.wait()
-    return min(2.0, max(0.0, statistics.mean(all_gather_object(statistics.median(ratios)))))
+
+    for _ in range(CHUNKS):
+        alone = _mean(lambda: torch.mm(one, other), device, calls) * calls
+        waited = _mean(lambda: dist.all_reduce(tensor), device, BESIDE) * BESIDE
+        lost.append((_mean(beside, device, 1) - alone) / waited)
+    share = min(max(0.0, statistics.mean(all_gather_object(statistics.median(lost)))), 1 - 1 / (1 + MOST_SLOWDOWN))
+    return share / (1 - share)
 
 
 def call_seconds_together(act: Callable[[], Any], device: torch.device) -> float:

@@ -41,7 +41,8 @@ class Unit:
         gather_again: the same for backward, if parameters are resharded after forward.
         reduce: seconds of reducing its gradients over the ranks of FSDP2.
         replicate: seconds of the all-reduce of its gradients over `dp_replicate`.
-        copies: seconds of copies between FSDP2's buffers and the parameters, for each gather and each reduction.
+        copies: seconds of copies between FSDP2's buffers and the parameters, and of the host, for each gather and each
+            reduction.
         parameters: number of its parameters after `tp` and `ep`, before FSDP2 shards them.
         local: number of its parameters on this rank.
     """
@@ -129,6 +130,7 @@ class Job:
         self.dtype = compute_dtype(self.training.dtype, hardware)
         self.costs = Costs(hardware, self.dtype, fp8=self.training.fp8)
         self.links, self.groups = Links(hardware), mesh_groups(self.mesh)
+        self.host = hardware.host if hardware.device.kind == "cpu" else hardware.host.without_collectives
         state = "float64" if self.dtype == "float64" else "float32"
         reduce = state if self.training.reduce_dtype == "auto" else self.training.reduce_dtype
         self.width, self.state, self.reduce_width = WIDTHS[self.dtype], WIDTHS[state], WIDTHS[reduce]
@@ -229,11 +231,14 @@ class Job:
         return seconds + self.links.seconds(kind, work.expert_parameters * width, experts)
 
     def _copies(self, work: Work) -> float:
-        """Returns the seconds of copying parameters out of the buffer of an all-gather: one read and one write."""
+        """Returns the seconds of copying parameters out of the buffer of an all-gather, and of the host's part.
+
+        A copy is one read and one write. The host works while a GPU computes, but a CPU is its own host.
+        """
         size = work.parameters * (self.groups["fsdp"].ranks > 1) + work.expert_parameters * (
             self.groups["efsdp"].ranks > 1
         )
-        return self.costs.moved(2 * size * self.width)
+        return self.costs.moved(2 * size * self.width) + (self.host.fsdp_us * 1e-6 if size else 0.0)
 
     def _replicate(self, local: float) -> float:
         size = local * self.reduce_width
@@ -252,7 +257,7 @@ class Job:
         forward, backward = Parts(), Parts()
         if self.mesh.tp > 1:
             size, count = work.tokens * self.model.hidden_size * self.width, {"block": 4, "head": 1}.get(kind, 1)
-            seconds = count * self.links.seconds("all_gather", size, self.groups["tp"])
+            seconds = count * (self.links.seconds("all_gather", size, self.groups["tp"]) + self.host.tp_us * 1e-6)
             if self.parallel.async_tp and kind == "block":
                 seconds = max(seconds * (1 - ASYNC_TP), seconds - ASYNC_TP * passes.forward)
             forward["tp"] = backward["tp"] = seconds

@@ -67,6 +67,7 @@ def _measure(args: argparse.Namespace, world: World) -> None:
     from weft.planner.hardware import load_hardware
     from weft.planner.hardware_files import add_links
     from weft.planner.measure import busy_warning, device_name
+    from weft.planner.measure_host import measure_host
     from weft.planner.measure_links import KINDS, fitted_levels, group_sizes, measure_links, measure_slowdown
     from weft.train.auto_settings import agree_on_settings
 
@@ -100,25 +101,28 @@ def _measure(args: argparse.Namespace, world: World) -> None:
         )
         bar.update(total - 1, now="computation beside communication")
         slowdown = measure_slowdown(world.device, args.seconds * 0.1)
+        host = measure_host(world) if world.device.type == "cpu" else {}
         bar.update(total)
     if world.rank:
         return
-    _print(found, slowdown, console, json_only=args.json)
+    _print(found, slowdown, host, console, json_only=args.json)
     if args.plot is not None:
         _plot(found, Path(args.plot), name)
     if args.into is not None:
         source = f"weft bench comm, {now()[:10]}; {world.ranks} ranks"
         rows = [one.row for one in found]
-        add_links(Path(args.into), fitted_levels(found, local), rows, slowdown=slowdown, source=source)
+        add_links(Path(args.into), fitted_levels(found, local), rows, slowdown=slowdown, source=source, host=host)
         console.line(f"written into {args.into}")
 
 
-def _print(found: list[LinkMeasurement], slowdown: float, console: Console, *, json_only: bool) -> None:
+def _print(
+    found: list[LinkMeasurement], slowdown: float, host: dict[str, float], console: Console, *, json_only: bool
+) -> None:
     import json
 
     if json_only:
         rows = [{**one.row.model_dump(), "error": one.error, "seconds": one.seconds} for one in found]
-        console.result(json.dumps({"collectives": rows, "slowdown": slowdown}))
+        console.result(json.dumps({"collectives": rows, "slowdown": slowdown, "host": host}))
         return
     header = ["collective", "ranks", "hosts", "latency us", "GB/s", "error of the fit"]
     rows = [one.row for one in found]
@@ -129,7 +133,10 @@ def _print(found: list[LinkMeasurement], slowdown: float, console: Console, *, j
             for one, row in zip(found, rows, strict=True)
         ),
     )
-    console.result(f"while ranks communicate, computation is {slowdown:.0%} slower")
+    console.result(f"while ranks communicate, computation has {1 / (1 + slowdown):.0%} of its speed")
+    for key, value in host.items():
+        name = {"tp_us": "tensor parallelism", "fsdp_us": "FSDP2"}[key]
+        console.result(f"the host takes {value:,.0f} us for each collective of {name}")
 
 
 def _plot(found: list[LinkMeasurement], path: Path, name: str) -> None:
