@@ -8,8 +8,9 @@ else is fitted. With --emulate: 4 processes in a network namespace whose loopbac
 products take the time of a device with few FLOP/s, by sleeping (`peers/sleeping.py`), because 4 processes on 2 cores
 would measure contention. The links are measured behind the same filter.
 
-Prints each mesh, Kendall's tau of predicted and measured step times, that of two rounds of measurements with each other,
-which limits the first, and how much slower the plan is that the planner would pick than the best one. Writes a table (.md) and all numbers (.json) into benchmarks/results.
+Prints each mesh, Kendall's tau of predicted and measured step times, that of two rounds of measurements with each
+other, which limits the first, and how much slower the plan is that the planner would pick than the best one. Writes a
+table (.md) and all numbers (.json) into benchmarks/results.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Hardware files that are measured here, and what is fitted to measurements."""
 
 import math
+import random
 import re
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from weft.cli.main import main
 from weft.config.run import RunConfig
+from weft.planner import measure_links as links
 from weft.planner.communication import Group, Links
 from weft.planner.hardware import load_hardware
 from weft.planner.hardware_files import add_links, write_hardware
@@ -70,6 +72,27 @@ def test_groups_are_those_of_meshes():
     assert groups_of(GroupSize(4, 2), 8, 4) == [[0, 1, 4, 5], [2, 3, 6, 7]]
     for size in sizes:
         assert sorted(rank for group in groups_of(size, 8, 4) for rank in group) == list(range(8))
+
+
+@pytest.mark.parametrize("collective", [3e-3, 0.0], ids=["3 ms", "none: the difference may be negative"])
+def test_the_time_of_computation_is_subtracted_from_that_of_a_collective(monkeypatch, collective):
+    """Products take 8 ms, and a tenth of them a millisecond more. The other rank measures at most 1 ms."""
+    clock, chooser = [0.0], random.Random(0)
+
+    def wait(seconds):
+        clock[0] += seconds
+
+    monkeypatch.setattr(links.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(links.dist, "barrier", lambda: None)
+    monkeypatch.setattr(links, "all_gather_object", lambda seconds: [seconds, min(seconds, 1e-3)])
+    found = links._slowest(
+        lambda: wait(collective),
+        lambda: wait(8e-3 + 1e-3 * (chooser.random() < 0.1)),
+        torch.device("cpu"),
+        budget=5.0,
+    )
+    assert found >= links.LEAST_SECONDS
+    assert found == pytest.approx(collective, abs=1e-4)
 
 
 def test_levels_predict_the_rings_from_which_they_follow(tmp_path):
@@ -164,6 +187,8 @@ def test_links_between_ranks_are_measured(tmp_path, ranks):
         (kind, 2, 1) for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
     }
     assert all(one.latency_us < 1e6 and math.isfinite(one.bandwidth_gb_s) for one in hardware.collectives)
+    assert all(10 < value < 1e5 for value in (hardware.host.tp_us, hardware.host.fsdp_us))  # Python, not launches
+    assert 0 <= hardware.overlap.slowdown <= links.MOST_SLOWDOWN
     assert (tmp_path / "links.svg").read_text().count("<circle") >= 5 * 4
 
 

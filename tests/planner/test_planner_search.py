@@ -38,7 +38,7 @@ def machine(memory_gb: float):
 def candidates(config, devices, hardware):
     """Returns the bounds, and all candidates with their configs."""
     space = MeshSpace(config, devices, hardware)
-    bounds, found = Bounds(space, hardware), []
+    bounds, found = Bounds(space, hardware, cpu=hardware.device.kind == "cpu"), []
     for layout in space.layouts():
         for schedule in space.schedules_of(layout):
             for one in space.variants(layout, *schedule):
@@ -77,8 +77,26 @@ def test_the_search_finds_what_all_candidates_give(run, devices, memory_gb, over
         assert plan.prediction.step_seconds < found.best[0].prediction.step_seconds
 
 
-@pytest.mark.parametrize("overrides", [[], EXPERTS, ["training.compile=true", "optimizer={type: muon, lr: 0.01}"]])
-def test_bounds_never_exceed_what_is_predicted(run, overrides):  # noqa: F811
+def cpu(memory_gb: float):
+    """A machine whose collectives need the cores that compute, and time of the host."""
+    hardware = machine(memory_gb)
+    device = hardware.device.model_copy(update={"kind": "cpu"})
+    host = hardware.host.model_copy(update={"fsdp_us": 300.0, "tp_us": 500.0})
+    overlap = hardware.overlap.model_copy(update={"slowdown": 1000.0})
+    return hardware.model_copy(update={"device": device, "host": host, "overlap": overlap})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine"),
+    [
+        ([], machine),
+        ([], cpu),
+        (EXPERTS, machine),
+        (["training.compile=true", "optimizer={type: muon, lr: 0.01}"], machine),
+        (["parallel.layers_per_fsdp_unit=2"], cpu),
+    ],
+)
+def test_bounds_never_exceed_what_is_predicted(run, overrides, machine):  # noqa: F811
     hardware = machine(8.0)
     bounds, every = candidates(run(1, *overrides), 16, hardware)
     checked = 0

@@ -110,6 +110,37 @@ def test_a_measured_collective_replaces_the_estimate():
     assert links.seconds("all_gather", 1e9, Group(4)) < 0.1
 
 
+@pytest.mark.parametrize(
+    ("axis", "collectives", "us"),
+    [("tp", 64 * 2 * (8 * 4 + 2), "tp_us"), ("dp_shard", 1 + 32 * (8 + 7) + 8 + 1, "fsdp_us")],
+    ids=[
+        "tp: 4 of a block, 1 of embedding and head",
+        "fsdp: of 8 blocks, gathers of each micro-batch and one reduction; of the root, both once",
+    ],
+)
+def test_a_cpu_waits_for_what_the_host_does_for_each_collective(run, axis, collectives, us):
+    config = run(2, "parallel.dp_shard=1", f"parallel.{axis}=2")
+
+    def seconds(kind: str, value: float) -> float:
+        machine = ideal()
+        device = machine.device.model_copy(update={"kind": kind})
+        host = machine.host.model_copy(update={us: value})
+        return predict(config, 2, machine.model_copy(update={"device": device, "host": host})).step_seconds
+
+    assert seconds("cpu", 100.0) - seconds("cpu", 0.0) == pytest.approx(collectives * 1e-4, rel=1e-4)
+    assert seconds("gpu", 100.0) == seconds("gpu", 0.0)
+
+
+def test_without_overlap_a_step_is_computation_and_all_collectives(run):
+    links = [{"name": "link", "latency_us": 100.0, "bandwidth_gb_s": 1e5}]
+    config, alone = run(2, "parallel.dp_shard=2"), ideal(tflops=0.1)
+    computed = predict(config, 2, alone).step_seconds
+    beside = predict(config, 2, ideal(links, tflops=0.1)).parts["dp_shard"]
+    assert beside < 0.01  # of the first gather of each micro-batch, and the last reduction
+    waited = predict(config, 2, ideal(links, tflops=0.1, slowdown=1000.0)).step_seconds - computed
+    assert waited == pytest.approx((32 * (8 + 7) + 8 + 2) * 1e-4, rel=0.01)  # the root is gathered and reduced once
+
+
 def test_groups_have_the_strides_of_the_mesh(run):
     from weft.config.mesh import MeshShape
 

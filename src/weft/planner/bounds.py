@@ -145,13 +145,14 @@ class Bounds:
         return seconds + self.links.seconds(kind, size.experts * width, groups["efsdp"])
 
     def _collectives(self, candidate: Candidate, size: Size) -> tuple[float, float, float]:
-        """Returns the seconds of an all-gather, of a reduction, and of the copy after them, for a piece."""
+        """Returns the seconds of an all-gather, of a reduction, and around both, for a piece."""
         work, shard, offload = candidate.layout.work, candidate.shard, candidate.offload == "parameters"
         job, fsdp = self.pieces(work).job, shard * work.cp
         gather = self.over_fsdp("all_gather", size, job.width, work, shard, offload=offload)
         reduce = self.over_fsdp("reduce_scatter", size, job.reduce_width, work, shard, offload=offload) * job.trained
         copied = size.others * (fsdp > 1) + size.experts * (fsdp > work.ep)
-        return gather, reduce, job.costs.moved(2 * copied * job.width)
+        host = job.host.fsdp_us * 1e-6 / job.parallel.layers_per_fsdp_unit if copied else 0.0
+        return gather, reduce, job.costs.moved(2 * copied * job.width) + host
 
     def _one_stage(self, candidate: Candidate) -> float:
         layout = candidate.layout

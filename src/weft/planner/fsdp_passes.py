@@ -32,14 +32,14 @@ class FsdpPasses:
 
         if self.first:
             line.wait(line.communicate("dp_shard", self.stage.root.gather, line.now, "all-gather"), "dp_shard")
-            line.serial("dp_shard", self.stage.root.copies, "copy")
+            line.serial("dp_shard", self.stage.root.around, "copy")
         gather(0, line.now)
         if self.stage.first is not None:
             self._pass(self.stage.first, "forward")
         for place, unit in enumerate(units):
             if place in arrived:
                 line.wait(arrived[place], "dp_shard")
-                line.serial("dp_shard", unit.copies, "copy")
+                line.serial("dp_shard", unit.around, "copy")
             for next_place in range(place + 1, place + 1 + self.ahead):
                 gather(next_place, line.now)
             self._pass(unit, "forward")
@@ -61,7 +61,7 @@ class FsdpPasses:
             gather(place)
             if place in arrived:
                 line.wait(arrived[place], "dp_shard")
-                line.serial("dp_shard", units[place].copies, "copy")
+                line.serial("dp_shard", units[place].around, "copy")
             for next_place in range(place - 1, place - 1 - self.ahead, -1):
                 gather(next_place)
             self._pass(units[place], "backward")
@@ -72,7 +72,7 @@ class FsdpPasses:
 
     def _reduce(self, unit: Unit) -> None:
         if self.reduces:
-            self.line.serial("dp_shard", unit.copies, "copy")
+            self.line.serial("dp_shard", unit.around, "copy")
             ready = self.line.communicate("dp_shard", unit.reduce, self.line.now, "reduce-scatter")
             self.line.communicate("dp_replicate", unit.replicate, ready, "all-reduce")
 

@@ -40,7 +40,7 @@ def _stage_times(job: Job, stage: Stage) -> dict[str, Parts]:
     weights = Parts({"compute": sum(unit.passes.backward_weight for unit in pieces)})
     reduce, every = Parts(), (*stage.units, stage.root)
     if not job.parallel.reduces_every:
-        reduce["dp_shard"] = sum(unit.reduce + unit.copies for unit in every)
+        reduce["dp_shard"] = sum(unit.reduce + unit.around for unit in every)
         # The all-reduce of a unit runs beside the reduce-scatter of the next.
         reduce["dp_replicate"] = max(0.0, sum(unit.replicate for unit in every) - sum(u.reduce for u in stage.units))
     return {
@@ -49,7 +49,7 @@ def _stage_times(job: Job, stage: Stage) -> dict[str, Parts]:
         "B": whole,
         "I": whole.plus(weights, -1),
         "W": weights,
-        "gather": Parts({"dp_shard": sum(unit.gather + unit.copies for unit in every)}),
+        "gather": Parts({"dp_shard": sum(unit.gather + unit.around for unit in every)}),
         "reduce": reduce,
     }
 

@@ -41,8 +41,8 @@ class Unit:
         gather_again: the same for backward, if parameters are resharded after forward.
         reduce: seconds of reducing its gradients over the ranks of FSDP2.
         replicate: seconds of the all-reduce of its gradients over `dp_replicate`.
-        copies: seconds of copies between FSDP2's buffers and the parameters, and of the host, for each gather and each
-            reduction.
+        copies: seconds of copies between FSDP2's buffers and the parameters, for each gather and each reduction.
+        host: seconds of the host, for each gather and each reduction.
         parameters: number of its parameters after `tp` and `ep`, before FSDP2 shards them.
         local: number of its parameters on this rank.
     """
@@ -55,8 +55,14 @@ class Unit:
     reduce: float = 0.0
     replicate: float = 0.0
     copies: float = 0.0
+    host: float = 0.0
     parameters: int = 0
     local: float = 0.0
+
+    @property
+    def around(self) -> float:
+        """Seconds of computation around each gather and each reduction."""
+        return self.copies + self.host
 
 
 def join_units(units: Iterable[Unit]) -> Unit:
@@ -72,7 +78,8 @@ def join_units(units: Iterable[Unit]) -> Unit:
     for unit in found:
         forward, backward = forward.plus(unit.forward), backward.plus(unit.backward)
     sizes = {name: total(name) for name in ("gather", "gather_again", "reduce", "replicate", "copies", "local")}
-    return Unit(passes, forward, backward, parameters=int(total("parameters")), **sizes)
+    host = max((unit.host for unit in found), default=0.0)
+    return Unit(passes, forward, backward, host=host, parameters=int(total("parameters")), **sizes)
 
 
 @dataclass(frozen=True)
@@ -218,6 +225,7 @@ class Job:
             reduce=self._over_fsdp("reduce_scatter", work, self.reduce_width, fsdp) if trained else 0.0,
             replicate=self._replicate(local) if trained else 0.0,
             copies=self._copies(work),
+            host=self.host.fsdp_us * 1e-6 if max(fsdp.ranks, experts.ranks) > 1 and total else 0.0,
             parameters=total,
             local=local,
         )
@@ -231,14 +239,11 @@ class Job:
         return seconds + self.links.seconds(kind, work.expert_parameters * width, experts)
 
     def _copies(self, work: Work) -> float:
-        """Returns the seconds of copying parameters out of the buffer of an all-gather, and of the host's part.
-
-        A copy is one read and one write. The host works while a GPU computes, but a CPU is its own host.
-        """
+        """Returns the seconds of copying parameters out of the buffer of an all-gather: one read and one write."""
         size = work.parameters * (self.groups["fsdp"].ranks > 1) + work.expert_parameters * (
             self.groups["efsdp"].ranks > 1
         )
-        return self.costs.moved(2 * size * self.width) + (self.host.fsdp_us * 1e-6 if size else 0.0)
+        return self.costs.moved(2 * size * self.width)
 
     def _replicate(self, local: float) -> float:
         size = local * self.reduce_width
