@@ -125,7 +125,8 @@ def measure(folder: Path, args: argparse.Namespace) -> list[dict]:
             "matmul_half_size": 0.0,
             "attention_efficiency": 0.5,  # the emulation counts the pairs that the mask hides
         }
-        machine = type(machine).model_validate(machine.model_dump() | {"device": device})
+        overlap = {"slowdown": 0.0}  # a device that sleeps leaves the cores to collectives
+        machine = type(machine).model_validate(machine.model_dump() | {"device": device, "overlap": overlap})
     configs = {name: RunConfig.load(run, words, ranks=ranks) for name, words in meshes.items()}
     rows = []
     for name, config in configs.items():
