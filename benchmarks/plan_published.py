@@ -4,8 +4,10 @@
 
 Nothing is fitted: the numbers are those of the hardware files h100-sxm and a100-sxm. Sources: torchtitan's
 `benchmarks/llama3_h100_202412_torchtitan.md`; Llama 3 (Grattafiori et al., 2024, table 4); Megatron-LM (Narayanan et
-al., 2021, table 1). Assumed, because not published: micro-batches and stages per rank of Llama 3 and Megatron-LM, and
-what a power limit of 500 W costs (`torchtitan_device`). llm.c, nanochat and MegaScale are not included.
+al., 2021, table 1). torchtitan's 405B at 8,192 tokens has as many micro-batches as pipeline ranks, the default of that
+version (`experimental.pipeline_parallel_microbatches`). Assumed, because not published: micro-batches and stages per
+rank of Llama 3 and Megatron-LM, and what a power limit of 500 W costs (`torchtitan_device`). llm.c, nanochat and
+MegaScale are not included.
 """
 
 from __future__ import annotations
@@ -91,8 +93,14 @@ def torchtitan() -> list[Case]:
         cases.append(Case(name, 256, speed, llama("70B"), 8192, 512, parallel, training))
     for schedule, speed in (("1f1b", 100), ("interleaved_1f1b", 128)):
         parallel = f"{{tp: 8, pp: 8, dp_shard: 8, async_tp: true, pp_schedule: {schedule}}}"
-        name, training = f"torchtitan 405B, tp 8, pp 8 {schedule}, compile, fp8", f"micro_batch_size: 1, {full}, {fast}"
+        name, training = f"torchtitan 405B, tp 8, pp 8 {schedule}, compile, fp8", f"micro_batch_size: 4, {full}, {fast}"
         cases.append(Case(name, 512, speed, llama("405B"), 8192, 256, parallel, training))
+    for cp, speed in ((1, 76), (2, 47), (4, 31), (8, 16)):
+        axes = f"tp: 8, pp: 8, cp: {cp}, dp_shard: {8 // cp}"
+        parallel = f"{{{axes}, cp_method: all_gather, async_tp: true, pp_schedule: 1f1b}}"
+        name = f"torchtitan 405B, {32 * cp}k tokens, tp 8, pp 8, cp {cp}, compile, fp8"
+        training = f"micro_batch_size: 1, {full}, {fast}"
+        cases.append(Case(name, 512, speed, llama("405B"), 32768 * cp, 64 // cp, parallel, training))
     return cases
 
 
