@@ -54,7 +54,7 @@ TWO = {
     "tp, micro-batch 4": ["parallel.tp=2", "parallel.dp_shard=1", "training.micro_batch_size=4"],
     "tp, micro-batch 1": ["parallel.tp=2", "parallel.dp_shard=1", "training.micro_batch_size=1"],
     "pp, 1f1b, 4 micro-batches": ["parallel.pp=2", "parallel.dp_shard=1", "training.micro_batch_size=4"],
-    "pp, 1f1b, 1 micro-batch": ["parallel.pp=2", "parallel.dp_shard=1", "training.micro_batch_size=16"],
+    "pp, 1f1b, 2 micro-batches": ["parallel.pp=2", "parallel.dp_shard=1", "training.micro_batch_size=8"],
 }  # fmt: skip
 FOUR = {
     "fsdp": ["parallel.dp_shard=4"],
@@ -100,6 +100,11 @@ def _behind_filter(words: list[str]) -> list[str]:
 
 def measure(folder: Path, args: argparse.Namespace) -> list[dict]:
     """Returns the predicted and measured seconds of each mesh."""
+    from weft.config.run import RunConfig
+    from weft.launch.try_config import try_config
+    from weft.planner.hardware import load_hardware
+    from weft.planner.step import predict
+
     ranks, meshes = (4, FOUR) if args.emulate else (2, TWO)
     meshes = dict(list(meshes.items())[:QUICK]) if args.quick else meshes
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -108,14 +113,10 @@ def measure(folder: Path, args: argparse.Namespace) -> list[dict]:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "peers"), os.environ.get("PYTHONPATH", "")])
     objective = "sleeping:Sleeping" if args.emulate else "pretrain"
     run, hardware = prepare(folder, objective), folder / "here.yaml"
+    configs = {name: RunConfig.load(run, words, ranks=ranks) for name, words in meshes.items()}
     seconds = "6" if args.quick else "20"
     weft("bench", "device", "--nproc", str(ranks), "--out", str(hardware), "--dtype", "float32", "--seconds", seconds)
     weft("bench", "comm", "--nproc", str(ranks), "--into", str(hardware), "--seconds", seconds)
-
-    from weft.config.run import RunConfig
-    from weft.launch.try_config import try_config
-    from weft.planner.hardware import load_hardware
-    from weft.planner.step import predict
 
     machine = load_hardware(hardware)
     if args.emulate:
@@ -127,7 +128,6 @@ def measure(folder: Path, args: argparse.Namespace) -> list[dict]:
         }
         overlap = {"slowdown": 0.0}  # a device that sleeps leaves the cores to collectives
         machine = type(machine).model_validate(machine.model_dump() | {"device": device, "overlap": overlap})
-    configs = {name: RunConfig.load(run, words, ranks=ranks) for name, words in meshes.items()}
     rows = []
     for name, config in configs.items():
         predicted = predict(config, ranks, machine)
