@@ -45,23 +45,17 @@ TWO = {
     "fsdp": ["parallel.dp_shard=2"],
     "fsdp, recomputation": ["parallel.dp_shard=2", "training.activation_checkpointing=full"],
     "fsdp, micro-batch 1": ["parallel.dp_shard=2", "training.micro_batch_size=1"],
-    "fsdp, micro-batch 1, recomputation": [
-        "parallel.dp_shard=2", "training.micro_batch_size=1", "training.activation_checkpointing=full",
-    ],
     "cp": ["parallel.cp=2", "parallel.dp_shard=1"],
     "cp, micro-batch 1": ["parallel.cp=2", "parallel.dp_shard=1", "training.micro_batch_size=1"],
     "tp": ["parallel.tp=2", "parallel.dp_shard=1"],
-    "tp, micro-batch 4": ["parallel.tp=2", "parallel.dp_shard=1", "training.micro_batch_size=4"],
     "tp, micro-batch 1": ["parallel.tp=2", "parallel.dp_shard=1", "training.micro_batch_size=1"],
     "pp, 1f1b, 4 micro-batches": ["parallel.pp=2", "parallel.dp_shard=1", "training.micro_batch_size=4"],
     "pp, 1f1b, 2 micro-batches": ["parallel.pp=2", "parallel.dp_shard=1", "training.micro_batch_size=8"],
-}  # fmt: skip
+}
 FOUR = {
     "fsdp": ["parallel.dp_shard=4"],
     "fsdp, micro-batch 1": ["parallel.dp_shard=4", "training.micro_batch_size=1"],
-    "fsdp, recomputation": ["parallel.dp_shard=4", "training.activation_checkpointing=full"],
     "dp": ["parallel.dp_replicate=4", "parallel.dp_shard=1"],
-    "hybrid": ["parallel.dp_replicate=2", "parallel.dp_shard=2"],
     "tp": ["parallel.tp=4", "parallel.dp_shard=1"],
     "tp 2, fsdp 2": ["parallel.tp=2", "parallel.dp_shard=2"],
     "cp 2, fsdp 2": ["parallel.cp=2", "parallel.dp_shard=2"],
