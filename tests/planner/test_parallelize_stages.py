@@ -145,7 +145,7 @@ def test_verification_of_stages():
 @pytest.mark.matrix
 def test_stages_that_the_search_finds_are_one_process():
     ids = torch.randint(0, 32, (8, 6))
-    slow = [HOSTS[0] | {"devices": 1}, HOSTS[1]]
+    slow = [HOSTS[0] | {"devices": 1}, HOSTS[1] | {"bandwidth_gb_s": 1e-3}]
     plan, _, _ = search_plan(staged_modules.TiedGPT, (ids, ids), devices=2, hardware=ideal(slow, tflops=1e-4))
     assert (plan.pp, len(plan.stages)) in ((2, 2), (2, 4))
     report = verify_plan(plan, staged_modules.TiedGPT, (ids, ids.roll(-1, 1)))

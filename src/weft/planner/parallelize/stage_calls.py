@@ -38,6 +38,24 @@ class _ContiguousGradient(torch.autograd.Function):
         return gradient.contiguous()
 
 
+class _After(torch.autograd.Function):
+    """A result of a stage, as a function of the tensors that the stage received.
+
+    Backward passes that are split in two find the parameters of results that depend on no received tensor only so.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, *received: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Returns the result."""
+        ctx.count = len(received)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        """Returns the gradient of the result; the received tensors get none."""
+        return gradient, *[None] * ctx.count
+
+
 class StageModule(nn.Module):
     """A stage as `PipelineStage` calls it."""
 
@@ -173,7 +191,8 @@ class StageCalls:
                 out = out if runtime.loss is None else runtime.loss(out)
         except EndOfStage:
             runtime.player = None
-            return tuple(map(self._leave, player.outputs(), self.trace.sent[stage + 1].values()))
+            sent = self.trace.sent[stage + 1].values()
+            return tuple(self._leave(*both, received) for both in zip(player.outputs(), sent, strict=True))
         finally:
             runtime.player = None
         loss = (out.full_tensor() if isinstance(out, DTensor) else out) / len(self.inputs)
@@ -224,10 +243,12 @@ class StageCalls:
             stride=stride,
         )
 
-    def _leave(self, value: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+    def _leave(self, value: torch.Tensor, recorded: torch.Tensor, received: Sequence[torch.Tensor]) -> torch.Tensor:
         if isinstance(value, DTensor):
             placements = self._placements(recorded)
             value = value.redistribute(placements=placements).to_local(grad_placements=placements)
+        if value.requires_grad and received:
+            value = _After.apply(value, *received)
         return value.clone(memory_format=torch.contiguous_format)  # schedules detach it in place: no view
 
 
