@@ -4,6 +4,7 @@ import copy
 
 import torch
 from modules_to_parallelize import inputs_of, make
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.planner.parallelize.containers import map_tensors
@@ -240,3 +241,37 @@ def output_dims(model, ranks):
         for parameter, _ in module.named_parameters(recurse=False)
     }
     return names if ranks > 1 else {}
+
+
+LOSSES = {
+    name: getattr(torch.nn.functional, name)
+    for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")
+}
+LOSSES["binary"] = lambda out, y: torch.nn.functional.binary_cross_entropy_with_logits(out, y.sigmoid())
+LOSSES["divergence"] = lambda out, y: torch.nn.functional.kl_div(out.log_softmax(-1), y.softmax(-1))
+LOSSES["weighted"] = lambda out, y: torch.nn.functional.mse_loss(out, y, weight=y.square())
+LOSSES["sum"] = lambda out, y: torch.nn.functional.mse_loss(out, y, reduction="sum")
+
+
+class WithLoss(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.layer, self.name = nn.Linear(4, 3), name
+
+    def forward(self, x, y):
+        return LOSSES[self.name](self.layer(x), y)
+
+
+def losses() -> dict[str, float]:
+    """Name of a loss function -> the largest difference of loss and gradients, with rows over `dp`."""
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    for name in LOSSES:
+        torch.manual_seed(0)
+        reference, x, y = WithLoss(name), torch.randn(8, 4), torch.randn(8, 3)
+        module = Plan(dp=2).apply(copy.deepcopy(reference))
+        outs = reference(x, y), module(x, y)
+        for out in outs:
+            out.backward()
+        found[name] = max((outs[0] - outs[1]).abs().item(), difference(reference, module))
+    return found

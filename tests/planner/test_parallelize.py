@@ -43,6 +43,13 @@ def test_sharded_data_and_sharded_layers_are_one_process(ranks):
     check(ranks, 2, [("gpt", kept), ("gpt", kept | {"recompute": ("h.*",)})])
 
 
+def test_losses_of_sharded_rows_are_one_process(ranks):
+    for found in ranks.call(parallelize_parts.losses, 2, seconds=240):
+        assert len(found) == 9
+        for name, worst in found.items():
+            assert worst < 1e-12, f"{name}: {worst}"
+
+
 def test_parameters_that_are_kept_are_gathered_once():
     (ids,), kwargs = inputs_of("gpt")
     kept, again = (

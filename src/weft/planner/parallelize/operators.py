@@ -287,6 +287,15 @@ def _batch_norm(func: Callable, input: DTensor, *args: Any, **kwargs: Any) -> to
     return out if bias is None else out + bias.view(shape)
 
 
+def _mean_loss(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Losses whose mean over local elements, and not over all, DTensor's backward pass takes (PyTorch 2.13)."""
+    bound = signature(func).bind(*args, **kwargs)
+    if bound.arguments.get("reduction", "mean") != "mean" or bound.arguments.get("weight") is not None:
+        return func(*args, **kwargs)
+    bound.arguments["reduction"] = "none"
+    return func(*bound.args, **bound.kwargs).mean()
+
+
 # ---- random numbers
 
 
@@ -322,11 +331,11 @@ def _random(func: Callable, input: DTensor, *args: Any, **kwargs: Any) -> Any:
 @cache
 def special_functions() -> Mapping[Callable, Callable]:
     """Returns function of PyTorch -> the function that runs instead, with the former as its first argument."""
-    found: dict[Callable, Callable] = {F.scaled_dot_product_attention: _attention}
-    found |= {F.embedding: _embedding}
+    found: dict[Callable, Callable] = {F.scaled_dot_product_attention: _attention, F.embedding: _embedding}
     found |= {F.multi_head_attention_forward: _multi_head_attention, F.group_norm: _group_norm}
     found |= {F.batch_norm: _batch_norm, F.interpolate: partial(_per_sample, 2), F.grid_sample: partial(_per_sample, 1)}
     found |= dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout), _dropout)
+    found |= dict.fromkeys((F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss), _mean_loss)
     found |= dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _random)
     found |= dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), _convolution)
     found |= dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _convolution)
