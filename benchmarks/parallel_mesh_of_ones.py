@@ -53,13 +53,13 @@ def work(asked: dict) -> None:
 
     from weft.config.model import ModelSection
     from weft.models.build import build_model
-    from weft.parallel.apply import fill
+    from weft.models.initialize import initialize
     from weft.train.auto_settings import keep_freed_memory
 
     keep_freed_memory()
     on_mesh = weft(asked)
     bare = build_model(ModelSection(**asked["shape"])).train()
-    fill(bare, seed=0)  # as the other is
+    initialize(bare, seed=0)  # as the other is
     adamw = optimizer(bare)
     if asked["compile"]:
         for block in bare.layers:

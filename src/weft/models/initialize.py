@@ -75,6 +75,7 @@ def initial_value(
     *,
     part: Part | None = None,
     device: torch.device | str = "cpu",
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the initial value of a parameter of the built-in decoder, or a part of it.
 
@@ -86,6 +87,7 @@ def initial_value(
         part: the part of the parameter to return. Default: the full (unsharded) parameter. Only this part is drawn,
             except for custom components and custom schemes, which return full values.
         device: device of the result, on which it is drawn. Custom components and custom schemes draw on the CPU.
+        out: tensor of the part's size to fill and return, whose dtype and device are used in place of the others.
 
     Raises:
         UserError: a custom scheme returned a value that is not a tensor of the parameter's shape.
@@ -96,10 +98,10 @@ def initial_value(
         )
     config, shape, role = model.config, model.get_parameter(name).shape, parameter_roles(model)[name]
     part = part or Part([0] * len(shape), shape)
+    value = torch.empty(tuple(part.size), dtype=dtype, device=device) if out is None else out
     custom = custom_component_value(model, name, seed)
     if custom is not None:
-        return custom[part.slices].to(device, dtype)
-    value = torch.empty(tuple(part.size), dtype=dtype, device=device)
+        return value.copy_(custom[part.slices])
     if role in ("norm", "bias"):
         module = model.get_submodule(name.rpartition(".")[0])
         constant: Any = module.initial_weight if role == "norm" and name.endswith("weight") else 0.0
@@ -153,7 +155,7 @@ SCHEMES = {"normal": _normal, "scaled": _scaled, "muon_zero": _muon_zero}
 def initialize(model: nn.Module, seed: int) -> None:
     """Fills all parameters and buffers of an unsharded decoder with their initial values."""
     for name, parameter in model.named_parameters():
-        parameter.copy_(initial_value(model, name, seed, parameter.dtype, device=parameter.device))
+        initial_value(model, name, seed, out=parameter)
     initialize_buffers(model, seed)
 
 

@@ -144,7 +144,7 @@ def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
                 model.projections[str(number)] = nn.Linear(section.hidden_size, size, bias=False)
             return {0: model}
     if isinstance(section, TransformersModelSection):
-        drawn = not section.weights and section.from_ is None
+        drawn = plan.draw and not section.weights and section.from_ is None
         return {0: world.agree(lambda: build_transformers_model(section, seed=plan.seed if drawn else None))}
     torch.manual_seed(plan.seed)
     return {0: build_model(section)}
@@ -310,14 +310,17 @@ def numbered_blocks(model: nn.Module) -> list[tuple[nn.Module, int, int]]:
 def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
     """Puts a sharded model on its device: allocates tensors that are on the meta device, and moves other tensors.
 
-    Also initializes the weights of the built-in decoder. Other models have the weights with which they were built,
-    except for a Transformers model that is loaded from files: its parameters stay uninitialized until they are loaded.
+    Also initializes the buffers of the built-in decoder and, with `ModelPlan.draw`, its parameters. Other models have
+    the weights with which they were built, except for a Transformers model that is loaded: its parameters stay
+    uninitialized until then.
     """
     device = parameter_device(plan.parallel.offload, world.device)
     if isinstance(plan.model, ModelSection):
         for stage in model.stages.values() if isinstance(model, Stages) else [model]:
             stage.to_empty(device=device)
-        fill(model, plan)
+        if plan.draw:
+            fill(model, plan)
+        initialize_buffers(model, plan.seed)
     elif isinstance(plan.model, TransformersModelSection) and next(model.parameters()).is_meta:
         materialize(model, device)
     else:
@@ -328,17 +331,19 @@ def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, plan: ModelPlan) -> None:
-    """Initializes parameters and buffers, independently of the mesh.
+def fill(model: nn.Module, plan: ModelPlan, select: Callable[[str], bool] | None = None) -> None:
+    """Initializes the parameters of the built-in decoder, independently of the mesh.
 
     Each rank draws its own shards, on their device, seeded by the run's seed and the parameter's name. With
     an adapter, the parameters of the base model stay uninitialized, because they are loaded; the head of a reward model
     is initialized, because a base model that predicts tokens does not have it.
+
+    Args:
+        select: function that returns whether a parameter is initialized, given its name. Default: all are.
     """
     for name, parameter in model.named_parameters():
         if plan.adapter is not None and name not in trained_heads(plan.model):
             continue
-        shard = local(parameter)
-        value = initial_value(model, name, plan.seed, shard.dtype, part=shard_part(parameter), device=shard.device)
-        shard.copy_(value)
-    initialize_buffers(model, plan.seed)
+        if select is None or select(name):
+            shard = local(parameter)
+            initial_value(model, name, plan.seed, part=shard_part(parameter), out=shard)

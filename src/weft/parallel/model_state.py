@@ -35,6 +35,8 @@ class ModelPlan:
         dtype: dtype of the computation. Parameters are float32 (float64 if `dtype` is float64).
         reduce_dtype: dtype of gradients in reductions over ranks; None means `state_dtype`.
         seed: seed of initial weights, which depend on this seed and on parameter names, not on the mesh.
+        draw: whether to draw initial weights. False: weights are loaded, and until then uninitialized, except for those
+            that the class of a custom model sets.
         activation_checkpointing: value of `training.activation_checkpointing`.
         only_rows_from: first row to train of the embedding and the head. All other parameters are frozen, and
             `FrozenRows` keeps the rows before this row unchanged. None trains all parameters.
@@ -53,6 +55,7 @@ class ModelPlan:
     dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None
     seed: int = 0
+    draw: bool = True
     compile: bool = False
     activation_checkpointing: str = "none"
     only_rows_from: int | None = None

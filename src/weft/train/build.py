@@ -31,7 +31,7 @@ from weft.models.roles import parameter_roles
 from weft.optim.parameter_groups import parameter_groups
 from weft.optim.schedule import Schedule
 from weft.parallel.adapter import fill_from_base, subtract_initial_product
-from weft.parallel.apply import build_sharded_model
+from weft.parallel.apply import build_sharded_model, fill
 from weft.parallel.gradients.compress import PowerSGD
 from weft.parallel.memory.offload import keep_state_on_host
 from weft.parallel.model_state import BaseModel, model_plan, state_of
@@ -107,18 +107,20 @@ def components(config: RunConfig, world: World) -> tuple[Objective, Callbacks]:
 
 
 def build(
-    config: RunConfig, world: World, objective: Objective | None = None
+    config: RunConfig, world: World, objective: Objective | None = None, *, resumes: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Returns the sharded model with initial weights, and its optimizer.
+    """Returns the sharded model, and its optimizer. The weights are initial ones, except for those that `restore` sets.
 
     Args:
         objective: the run's objective, if the model needs the projections of its hidden states.
+        resumes: whether `restore` will load a checkpoint of the run, so that no weights are drawn.
 
     Raises:
         UserError: the objective compares hidden states that the models do not have.
     """
     sizes = world.agree(lambda: hidden_projections(config, objective, world.shape)) if objective is not None else {}
-    plan = replace(model_plan(config), projections=sizes)
+    starts_from = config.model.from_ is not None and config.adapter is None
+    plan = replace(model_plan(config), projections=sizes, draw=not (resumes or starts_from))
     planned = config.parallel.plan is not None
     model = build_planned_model(config, plan, world) if planned else build_sharded_model(plan, world)
     _check_patterns(config, model, world)
@@ -170,19 +172,20 @@ def restore(
     compress: PowerSGD | None,
     callbacks: Callbacks,
     frozen: FrozenModels,
-    checkpoint: Path | None = None,
+    checkpoint: Path | None,
+    fetch: Callable[[set[str]], None] | None = None,
 ) -> dict[str, Any]:
-    """Loads the last checkpoint of the run. For a new run, loads the weights of `model.from` or `model.path`, if set.
+    """Loads a checkpoint of the run. For a new run, loads the weights of `model.from` or `model.path`, if set.
 
     Args:
-        checkpoint: the checkpoint to load in place of the last one.
+        checkpoint: the checkpoint; None for a new run.
+        fetch: argument of `load`.
 
     Returns:
         The saved state: `step` (number of updates) and the other values of the checkpoint; `{"step": 0}` for a new run.
     """
     config, world = job.config, job.world
     adapter, select = config.adapter, None if config.adapter is None else saved_with_adapter(config.model)
-    checkpoint, fetch = (checkpoint, None) if checkpoint is not None else last_checkpoint(job)
     if checkpoint is not None:
         if adapter is not None:
             restore_base(job, model, world.agree(lambda: saved_record(checkpoint, adapter)))
@@ -218,6 +221,8 @@ def restore(
         select, new = world.agree(lambda: new_parts(section, checkpoint, projects=projects))
         for text in new:
             job.console.line(text.format(source))
+        if select is not None and (built := state_of(model)) is not None:
+            fill(model, built.plan, lambda name: not select(name))
         load(checkpoint, model=model, optimizer=optimizer if section.load_optimizer else None, select=select)
     return {"step": 0}
 

@@ -284,7 +284,7 @@ def _load_copy(job: Job, plan: ModelPlan, source: Source, path: Path | None) -> 
     Args:
         path: a path that `resolve` returned; None: the weights are the initial weights of the run.
     """
-    model = build_sharded_model(plan, job.world)
+    model = build_sharded_model(replace(plan, draw=path is None), job.world)
     if path is None:
         return model
     record = job.world.agree(lambda: read_adapter_record(path))

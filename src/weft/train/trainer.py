@@ -32,7 +32,7 @@ from weft.processes import signal_handler
 from weft.train.auto_plan import planned, planned_facts, write_found_plan
 from weft.train.auto_settings import kernels_of, prepare_environment
 from weft.train.before_packing import check_before_packing
-from weft.train.build import Built, build, components, compressor, make_schedule, restore
+from weft.train.build import Built, build, components, compressor, last_checkpoint, make_schedule, restore
 from weft.train.cached_logprobs import fill_logprobs
 from weft.train.cached_prepare import cache_prepared
 from weft.train.frozen_sources import build_frozen, open_frozen
@@ -193,10 +193,7 @@ class Trainer:
         return checkpoints(loop.job.run.path)[-1]
 
     def resume(self) -> int:
-        """Builds everything, restores the last checkpoint of the run, and returns `step_number`.
-
-        All ranks must call it. `step` does so when it is first called. `resume` shows which batches to skip.
-        """
+        """Restores the last checkpoint, as the first `step` does, and returns `step_number`. All ranks must call it."""
         return self.step_number
 
     def close(self) -> Outcome | None:
@@ -298,10 +295,11 @@ class Trainer:
             job = choose_micro_batch(job, objective, given=self.batches is not None)
             data = open_run_data(job, objective, callbacks, self.batches)
             job.compare_with_last_session(data.digests, data.length.steps, accepted=self.accept_changes)
-            model, optimizer = build(job.config, world, objective)
+            checkpoint, fetch = last_checkpoint(job)
+            model, optimizer = build(job.config, world, objective, resumes=checkpoint is not None)
             compress = compressor(job, model)
             frozen = open_frozen(job, objective, model)
-            state = restore(job, model, optimizer, compress, callbacks, frozen)
+            state = restore(job, model, optimizer, compress, callbacks, frozen, checkpoint, fetch)
             build_frozen(job, objective, frozen, model, state)
             return Built(job, data, objective, callbacks, model, optimizer, compress, frozen, state, cleanup.pop_all())
 
