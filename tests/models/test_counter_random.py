@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from weft.kernels import random_rows
 from weft.models.counter_random import fill_normal, fill_uniform, philox
 
 ONES = 0xFFFFFFFF
@@ -44,6 +45,37 @@ def test_every_part_equals_that_of_the_whole(shape, fill):
         part = torch.empty([end - begin for begin, end in places])
         fill(part, 1.0, 7, [begin for begin, _ in places], shape)
         assert torch.equal(part, full[tuple(slice(*place) for place in places)])
+
+
+@pytest.mark.parametrize("fill", [fill_normal, fill_uniform])
+@pytest.mark.parametrize(
+    ("shape", "start", "size"),
+    [
+        ((700, 1100), (0, 0), (700, 1100)),  # several blocks of columns
+        ((40, 30, 1037), (2, 1, 3), (20, 20, 1001)),
+        ((2**41, 5), (2**40, 1), (9, 3)),  # rows of more than 32 bits
+        ((300001,), (17,), (299980,)),
+    ],
+)
+def test_the_compiled_function_gives_the_same_bits(monkeypatch, fill, shape, start, size):
+    assert random_rows.load_library("random_rows", "-ffp-contract=off") is not None
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        found = []
+        for small in (0, math.inf):  # always, and never
+            monkeypatch.setattr(random_rows, "SMALL", small)
+            found.append(torch.empty(size, dtype=dtype))
+            fill(found[-1], 0.7, 2**63 + 12345, start, shape)
+        assert torch.equal(*found)
+
+
+def test_values_are_those_of_the_formula_in_float64():
+    words = philox((torch.arange(200_000), *torch.zeros(3, 1, dtype=torch.int64)), 7)
+    first, second, third, fourth = ((((word >> 8).float() + 0.5) * 2.0**-24).double() for word in words)
+    expected = []
+    for bits, turn in ((first, second), (third, fourth)):
+        radius, angle = (-2 * bits.log()).sqrt(), 2 * math.pi * turn
+        expected += [radius * angle.cos(), radius * angle.sin()]
+    assert (whole((800_000,)).double() - torch.stack(expected, dim=-1).flatten()).abs().max() < 1e-6
 
 
 def test_normal_values_have_the_moments_of_the_distribution_and_no_repetition():

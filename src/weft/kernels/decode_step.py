@@ -1,28 +1,12 @@
-"""Compiles and loads the C function that runs a decoding step on CPUs (`native/decode_step.c`).
-
-The function needs no headers of PyTorch, so that a C compiler builds it in seconds. The library is kept in the user's
-cache directory.
-"""
+"""Declares the C function that runs a decoding step on CPUs (`native/decode_step.c`)."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-import threading
-from concurrent.futures import Future
 from ctypes import POINTER, c_double, c_int64, c_void_p
-from functools import cache
-from pathlib import Path
 
-from weft.kernels.processor import cpuinfo
+from weft.kernels.native_library import load_library
 
-SOURCES = Path(__file__).parent / "native"
-FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
 MAX_ROWS = 32  # tokens per step
 DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 NORMS = ("rmsnorm", "rmsnorm1p", "layernorm")
@@ -96,72 +80,11 @@ class Step(ctypes.Structure):
 
 
 def library(wait: bool = True) -> ctypes.CDLL | None:
-    """Returns the compiled library. The first call starts the compiler in another thread, if necessary.
-
-    Args:
-        wait: whether to wait for the compiler. If False, the result is None until the compiler has finished.
-
-    Raises:
-        OSError: there is no C compiler, the compiler failed, or the library cannot be written or loaded. The message
-            has one line.
-    """
-    future = _start()
-    return future.result() if wait or future.done() else None
-
-
-@cache
-def _start() -> Future[ctypes.CDLL]:
-    future: Future[ctypes.CDLL] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(_load())
-        except OSError as error:
-            future.set_exception(error)
-
-    try:
-        compiled = _path(_compiler()).exists()
-    except OSError:
-        compiled = True  # fails again in `run`
-    run() if compiled else threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def _compiler() -> str:
-    for name in (os.environ.get("CC") or "cc", "gcc", "clang"):
-        if (found := shutil.which(name)) is not None:
-            return found
-    raise OSError("there is no C compiler; install gcc or clang")
-
-
-@cache
-def _path(compiler: str) -> Path:
-    """Returns the path of the library, which depends on the sources, the compiler and the processor."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256(version + " ".join(FLAGS).encode() + platform.machine().encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.read_bytes())
-    digest.update(("".join(cpuinfo("flags", "Features")) or platform.processor()).encode())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "kernels"
-    return folder / f"decode_step-{digest.hexdigest()[:20]}.so"
-
-
-def _load() -> ctypes.CDLL:
-    compiler = _compiler()
-    path = _path(compiler)
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            new = Path(folder) / path.name
-            command = [compiler, *FLAGS, "-o", str(new), str(SOURCES / "decode_step.c"), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode != 0:
-                first = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
-                raise OSError(f"{compiler} cannot compile {SOURCES / 'decode_step.c'}: {first}")
-            os.replace(new, path)  # atomic, for other processes that compile it too
-    loaded = ctypes.CDLL(str(path))  # its calls release the GIL
-    loaded.decode_step.argtypes = [POINTER(Model), POINTER(Step)]
-    loaded.decode_step.restype = None
-    loaded.workspace_bytes.argtypes = [POINTER(Model), c_int64, c_int64, c_int64]
-    loaded.workspace_bytes.restype = c_int64
+    """Returns the library with the functions `decode_step` and `workspace_bytes`. See `load_library`."""
+    loaded = load_library("decode_step", wait=wait)
+    if loaded is not None:
+        loaded.decode_step.argtypes = [POINTER(Model), POINTER(Step)]
+        loaded.decode_step.restype = None
+        loaded.workspace_bytes.argtypes = [POINTER(Model), c_int64, c_int64, c_int64]
+        loaded.workspace_bytes.restype = c_int64
     return loaded

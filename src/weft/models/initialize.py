@@ -1,8 +1,7 @@
 """Initial weights: the value of each parameter depends on the seed and the parameter's name only.
 
-The value does not depend on the order of construction or the sharding, and between devices it differs by rounding only:
-each rank draws its own shard, with random numbers that are computed from their index (`counter_random`). The schemes of
-`model.initialization` are:
+The value does not depend on the order of construction, the sharding or the device: each rank draws its own shard, with
+random numbers that are computed from their index (`counter_random`). The schemes of `model.initialization` are:
 
 | | embeddings | matrices | output projections (o_proj, down_proj) | head |
 | --- | --- | --- | --- | --- |
