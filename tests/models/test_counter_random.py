@@ -58,7 +58,7 @@ def test_every_part_equals_that_of_the_whole(shape, fill):
     ],
 )
 def test_the_compiled_function_gives_the_same_bits(monkeypatch, fill, shape, start, size):
-    assert random_rows.load_library("random_rows", "-ffp-contract=off") is not None
+    assert random_rows.load_library("random_rows", *random_rows.FLAGS) is not None
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         found = []
         for small in (0, math.inf):  # always, and never

@@ -14,7 +14,9 @@ import torch
 
 from weft.kernels.native_library import load_library
 
-SMALL = 2**18  # values that are drawn in less time than the library is loaded
+FLAGS = ("-ffp-contract=off",)  # rounds each product, as PyTorch's functions do
+SMALL = 2**14  # values that are drawn in less time than the library is loaded
+OF_THREAD = 2**16  # the least number of values for which another thread helps
 LARGE = 2**26  # values for which the reference takes longer than the compiler
 log = logging.getLogger("weft")
 
@@ -28,7 +30,7 @@ def rows_function(count: int) -> Callable[..., None] | None:
     if count < SMALL:
         return None
     try:
-        library = load_library("random_rows", "-ffp-contract=off", wait=count >= LARGE)
+        library = load_library("random_rows", *FLAGS, wait=count >= LARGE)
     except OSError as error:
         _report(str(error))
         return None
@@ -39,7 +41,7 @@ def rows_function(count: int) -> Callable[..., None] | None:
     function.restype = None
 
     def fill(out: torch.Tensor, rows: torch.Tensor, first: int, seed: int, normal: bool, scale: float) -> None:
-        threads = torch.get_num_threads()
+        threads = max(1, min(torch.get_num_threads(), out.numel() // OF_THREAD))
         function(out.data_ptr(), rows.data_ptr(), *out.shape, first, seed, normal, scale, threads)
 
     return fill

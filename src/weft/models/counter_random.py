@@ -105,12 +105,11 @@ def _log(x: torch.Tensor) -> torch.Tensor:
 def _cosine_and_sine(turn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the cosine and the sine of parts of a turn in [0, 1], in float32, by the polynomials of Cephes."""
     turn = turn * 4.0
-    quarter = (turn + 0.5).floor_()
-    x = (turn - quarter).mul_(1.57079637)  # the angle from the nearest axis
+    number = (turn + 0.5).to(torch.int32)  # of the nearest axis
+    x = (turn - number).mul_(1.57079637)  # the angle from this axis
     z = x * x
     sine = _polynomial(z, _SINE).mul_(z).mul_(x).add_(x)
     cosine = _polynomial(z, _COSINE).mul_(z).mul_(z).sub_(z * 0.5).add_(1.0)
-    number = quarter.to(torch.int32)
     odd = (number & 1).bool()
     along, across = torch.where(odd, sine, cosine), torch.where(odd, cosine, sine)
     return along.mul_(1 - (number + 1 & 2)), across.mul_(1 - (number & 2))

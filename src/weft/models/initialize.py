@@ -18,7 +18,7 @@ depth.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -75,6 +75,7 @@ def initial_value(
     part: Part | None = None,
     device: torch.device | str = "cpu",
     out: torch.Tensor | None = None,
+    roles: Mapping[str, str] | None = None,
 ) -> torch.Tensor:
     """Returns the initial value of a parameter of the built-in decoder, or a part of it.
 
@@ -87,6 +88,7 @@ def initial_value(
             except for custom components and custom schemes, which return full values.
         device: device of the result, on which it is drawn. Custom components and custom schemes draw on the CPU.
         out: tensor of the part's size to fill and return, whose dtype and device are used in place of the others.
+        roles: `parameter_roles(model)`, which takes long in a large model. Default: it is computed.
 
     Raises:
         UserError: a custom scheme returned a value that is not a tensor of the parameter's shape.
@@ -95,7 +97,7 @@ def initial_value(
         raise TypeError(
             f"{type(model).__name__} initializes itself; initialization schemes apply only to the built-in decoder"
         )
-    config, shape, role = model.config, model.get_parameter(name).shape, parameter_roles(model)[name]
+    config, shape, role = model.config, model.get_parameter(name).shape, (roles or parameter_roles(model))[name]
     part = part or Part([0] * len(shape), shape)
     value = torch.empty(tuple(part.size), dtype=dtype, device=device) if out is None else out
     custom = custom_component_value(model, name, seed)
@@ -153,8 +155,9 @@ SCHEMES = {"normal": _normal, "scaled": _scaled, "muon_zero": _muon_zero}
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
     """Fills all parameters and buffers of an unsharded decoder with their initial values."""
+    roles = parameter_roles(model)
     for name, parameter in model.named_parameters():
-        initial_value(model, name, seed, out=parameter)
+        initial_value(model, name, seed, out=parameter, roles=roles)
     initialize_buffers(model, seed)
 
 

@@ -27,6 +27,7 @@ from weft.models.initialize import initial_value, initialize_buffers, on_meta
 from weft.models.layers.block import Block
 from weft.models.layers.moe import Experts
 from weft.models.parameter_patterns import last_match
+from weft.models.roles import parameter_roles
 from weft.models.transformers_model import TransformersModel, build_transformers_model, materialize
 from weft.parallel import fp8, qat
 from weft.parallel.adapter import adapt, fill_adapter
@@ -341,9 +342,8 @@ def fill(model: nn.Module, plan: ModelPlan, select: Callable[[str], bool] | None
     Args:
         select: function that returns whether a parameter is initialized, given its name. Default: all are.
     """
+    roles, heads = parameter_roles(model), None if plan.adapter is None else trained_heads(plan.model)
     for name, parameter in model.named_parameters():
-        if plan.adapter is not None and name not in trained_heads(plan.model):
-            continue
-        if select is None or select(name):
+        if (heads is None or name in heads) and (select is None or select(name)):
             shard = local(parameter)
-            initial_value(model, name, plan.seed, part=shard_part(parameter), out=shard)
+            initial_value(model, name, plan.seed, part=shard_part(parameter), out=shard, roles=roles)
