@@ -29,7 +29,13 @@ from weft.parallel.world import World, start_world
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import SHAPES, available_cores, processor, slug, write_results  # noqa: E402
+from common import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    SHAPES,
+    available_cores,
+    processor,
+    slug,
+    write_results,
+)
 
 TENSORS = {"matrix": (4096, 4096), "embedding": (32_000, 512), "experts": (16, 1024, 1024)}
 RANKS, STD, SEED = 8, 0.02, 7

@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import (  # noqa: E402
+from common import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     CLIP,
     SHAPES,
     available_cores,
@@ -49,7 +49,7 @@ def work(asked: dict) -> None:
 
     import torch
     import torch.distributed as dist
-    from parallel_steps import weft
+    from parallel_steps import weft  # pyright: ignore[reportMissingImports]
 
     from weft.config.model import ModelSection
     from weft.models.build import build_model
@@ -62,7 +62,7 @@ def work(asked: dict) -> None:
     initialize(bare, seed=0)  # as the other is
     adamw = optimizer(bare)
     if asked["compile"]:
-        for block in bare.layers:
+        for block in bare.get_submodule("layers").children():
             block.compile()
 
     def alone(number: int) -> float:

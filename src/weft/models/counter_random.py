@@ -34,7 +34,7 @@ _CHUNK_OF_ACCELERATORS = 2**24
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def philox(counter: Words, key: int, rounds: int = ROUNDS) -> Words:
+def philox(counter: Sequence[torch.Tensor], key: int, rounds: int = ROUNDS) -> Words:
     """Returns four tensors of 32 random bits (int64, 0 to 2^32 - 1) for each counter.
 
     Args:
