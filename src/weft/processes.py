@@ -39,6 +39,17 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def total_memory() -> int:
+    """Returns the bytes of memory of this machine, or the limit of the container in which this process runs."""
+    import psutil
+
+    found = [psutil.virtual_memory().total]
+    for folder, unified in control_groups("memory"):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            found.append(int((folder / f"memory.{'max' if unified else 'limit_in_bytes'}").read_text()))
+    return min(found)
+
+
 def available_memory() -> int:
     """Returns the number of bytes that this process can still allocate.
 

@@ -118,6 +118,8 @@ class ModelState:
         scales: (module, parameter name) -> multiplier of the parameter in forward. With `tp`, every rank adds a
             replicated bias to its partial output, so the multiplier is 1 / number of `tp` ranks.
         sums: sums gradients over replicas that are on one rank each; None: FSDP2 does, or there are none.
+        reduces_every: whether gradients are reduced with every micro-batch. By default as the plan's section says;
+            `choose_reduction` sets it.
         unsharded_units: FSDP2 units on a single rank, whose parameters are never freed.
         wrappers: module -> labels of the wrappers of the module's forward, innermost first.
         base: the base model whose weights were loaded, if the model has an adapter.
@@ -131,9 +133,13 @@ class ModelState:
     sums: ReplicaSums | None = None
     base: BaseModel | None = None
     scales: dict[tuple[nn.Module, str], float] = field(default_factory=dict)
+    reduces_every: bool = field(init=False)
     unsharded_units: set[nn.Module] = field(default_factory=set)
     wrappers: defaultdict[nn.Module, list[str]] = field(default_factory=lambda: defaultdict(list))
     assigned: defaultdict[nn.Module, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+
+    def __post_init__(self) -> None:
+        self.reduces_every = self.plan.parallel.reduces_every
 
     def wrap(self, module: nn.Module, label: str, wrapper: Callable[[Callable], Callable]) -> None:
         """Replaces a module's forward with `wrapper(forward)`, and records `label`, which describes the wrapper.

@@ -302,7 +302,7 @@ def set_last_micro_batch(model: nn.Module, last: bool) -> None:
     if state is None or not isinstance(model, FSDPModule):
         return  # a single rank
     parallel = state.plan.parallel
-    model.set_requires_gradient_sync(last or parallel.reduces_every)
+    model.set_requires_gradient_sync(last or state.reduces_every)
     model.set_requires_all_reduce(last)
     model.set_is_last_backward(last)
     for module in model.modules():

@@ -22,6 +22,7 @@ from weft.checkpoint.local_record import recorded
 from weft.checkpoint.model_parts import new_parts
 from weft.checkpoint.survivors import newest_survivor
 from weft.config.components import make_component
+from weft.config.derive import Intervals, RunLength
 from weft.config.rules import MOST_STEPS
 from weft.config.run import RunConfig
 from weft.config.transformers_model import TransformersModelSection
@@ -33,6 +34,7 @@ from weft.optim.schedule import Schedule
 from weft.parallel.adapter import fill_from_base, subtract_initial_product
 from weft.parallel.apply import build_sharded_model, fill
 from weft.parallel.gradients.compress import PowerSGD
+from weft.parallel.gradients.reduction import choose_reduction
 from weft.parallel.memory.offload import keep_state_on_host
 from weft.parallel.model_state import BaseModel, model_plan, state_of
 from weft.parallel.objective import Objective
@@ -144,8 +146,18 @@ def _check_patterns(config: RunConfig, model: nn.Module, world: World) -> None:
     world.agree(lambda: check_patterns(config, trained))
 
 
-def compressor(job: Job, model: nn.Module) -> PowerSGD | None:
-    """Returns the `PowerSGD` that all-reduces gradients instead of FSDP2; None without `parallel.compress`."""
+def choose_reductions(job: Job, model: nn.Module, length: Intervals) -> PowerSGD | None:
+    """Chooses when the gradients of a model are reduced over the ranks, and prints the choice if there is one.
+
+    Args:
+        length: length of the run. The choice does not matter, and is not printed, if a step has one micro-batch.
+
+    Returns:
+        The `PowerSGD` that all-reduces gradients instead of FSDP2; None without `parallel.compress`.
+    """
+    line = choose_reduction(model, job.world)
+    if line is not None and (not isinstance(length, RunLength) or length.accumulation > 1):
+        job.console.line(line)
     config, world = job.config, job.world
     section, training = config.parallel.compress, config.training
     if section is None:

@@ -32,7 +32,7 @@ from weft.processes import signal_handler
 from weft.train.auto_plan import planned, planned_facts, write_found_plan
 from weft.train.auto_settings import kernels_of, prepare_environment
 from weft.train.before_packing import check_before_packing
-from weft.train.build import Built, build, components, compressor, last_checkpoint, make_schedule, restore
+from weft.train.build import Built, build, choose_reductions, components, last_checkpoint, make_schedule, restore
 from weft.train.cached_logprobs import fill_logprobs
 from weft.train.cached_prepare import cache_prepared
 from weft.train.frozen_sources import build_frozen, open_frozen
@@ -297,7 +297,7 @@ class Trainer:
             job.compare_with_last_session(data.digests, data.length.steps, accepted=self.accept_changes)
             checkpoint, fetch = last_checkpoint(job)
             model, optimizer = build(job.config, world, objective, resumes=checkpoint is not None)
-            compress = compressor(job, model)
+            compress = choose_reductions(job, model, data.length)
             frozen = open_frozen(job, objective, model)
             state = restore(job, model, optimizer, compress, callbacks, frozen, checkpoint, fetch)
             build_frozen(job, objective, frozen, model, state)

@@ -145,9 +145,9 @@ def _computed(model: nn.Module, plan: ModelPlan, world: World) -> int:
     quantized = [codes.numel() * PACKED[codes.dtype] for codes, _, _ in quantized_weights(model).values()]
     # Codes as int32, values, and their product with the scales.
     dequantized = max(quantized, default=0) * (2 * itemsize + 2) // world.shape.tp
-    per_block = [_unsharded(block.parameters(), world, itemsize) for block in blocks]
+    per_block = [unsharded_bytes(block.parameters(), world, itemsize) for block in blocks]
     inner = {parameter for block in blocks for parameter in block.parameters()}
-    root = _unsharded((parameter for parameter in model.parameters() if parameter not in inner), world, itemsize)
+    root = unsharded_bytes((parameter for parameter in model.parameters() if parameter not in inner), world, itemsize)
     if world.ranks == 1 and plan.parallel.offload != "parameters":  # parameters that are cast stay until backward
         cast = sum(p.numel() for p in model.parameters() if p.is_floating_point() and p.dtype != plan.dtype)
         return dequantized + cast * itemsize
@@ -157,7 +157,7 @@ def _computed(model: nn.Module, plan: ModelPlan, world: World) -> int:
     return dequantized + root + (2 + plan.parallel.prefetch) * unit
 
 
-def _unsharded(parameters: Iterable[nn.Parameter], world: World, itemsize: int) -> int:
+def unsharded_bytes(parameters: Iterable[nn.Parameter], world: World, itemsize: int) -> int:
     """Returns the bytes of parameters as FSDP2 gathers them: in the compute dtype, and sharded over `tp` and `ep`."""
     total = 0
     for parameter in parameters:

@@ -1,0 +1,57 @@
+"""When gradients are reduced is chosen by the memory of a rank, and does not change what is learned."""
+
+import pytest
+from matrix import Case, write_run
+from pool import weft_command
+from running import metrics  # pyright: ignore[reportMissingImports]
+
+from weft.parallel.gradients import reduction
+
+pytestmark = pytest.mark.xdist_group("ranks")
+RANKS, MICRO_BATCHES = 2, 4
+
+
+def train(file, memory):
+    """On a rank: trains with devices of `memory` bytes; returns what was printed, and the reductions of a step."""
+    import torch.distributed as dist
+
+    counted, reduce_scatter = [0], dist.reduce_scatter_tensor
+
+    def count(*arguments, **named):
+        counted[0] += 1
+        return reduce_scatter(*arguments, **named)
+
+    reduction.device_memory, before = lambda _: memory, reduction.device_memory
+    dist.reduce_scatter_tensor = count
+    try:
+        code, errors = weft_command(file.parent, ["train", str(file)])
+    finally:
+        reduction.device_memory, dist.reduce_scatter_tensor = before, reduce_scatter
+    assert code == 0, errors
+    return errors, counted[0]
+
+
+@pytest.fixture
+def run(runner, tmp_path):
+    def run(name, memory, **parallel):
+        training = {"batch_tokens": RANKS * MICRO_BATCHES * 32, "micro_batch_size": 1}
+        file = write_run(tmp_path, Case("gqa", "plain", {"dp_shard": RANKS, **parallel}), name=name, training=training)
+        (said, reduced), *_ = runner.pool.call(train, RANKS, file, memory)
+        losses = [line["loss"] for line in metrics(tmp_path / name)]
+        return said, reduced, losses
+
+    return run
+
+
+def test_gradients_are_reduced_with_every_micro_batch_where_memory_is_short(run):
+    said, once, expected = run("large", 2**40)
+    assert "gradients are reduced with the last micro-batch: unsharded, they take " in said
+    assert "of the 1.1 TB of a rank" in said
+    said, often, losses = run("small", 2**20)
+    assert "gradients are reduced with every micro-batch: unsharded, they would take " in said
+    assert often == MICRO_BATCHES * once
+    assert losses == pytest.approx(expected, rel=0, abs=1e-12)
+    said, given, losses = run("given", 2**20, reduce_gradients="last")
+    assert "gradients are reduced" not in said
+    assert given == once
+    assert losses == pytest.approx(expected, rel=0, abs=1e-12)
