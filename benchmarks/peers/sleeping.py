@@ -8,9 +8,16 @@ import os
 import time
 
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from weft.kernels.linear import product
 from weft.objectives.pretrain import Pretrain
+
+
+@register_flop_formula(product._opoverload.overloadpacket)
+def product_flops(a, b, **others):
+    """The FLOPs of `a @ b.mT`, from the shapes."""
+    return 2 * a[0] * a[1] * b[0]
 
 
 class Slow(TorchDispatchMode):

@@ -141,6 +141,58 @@ def test_without_overlap_a_step_is_computation_and_all_collectives(run):
     assert waited == pytest.approx((32 * (8 + 7) + 8 + 2) * 1e-4, rel=0.01)  # the root is gathered and reduced once
 
 
+def on_cpu(machine, **host):
+    """Returns a machine whose devices are CPUs."""
+    device = machine.device.model_copy(update={"kind": "cpu"})
+    return machine.model_copy(update={"device": device, "host": machine.host.model_copy(update=host)})
+
+
+def test_fsdp_waits_for_each_collective_on_a_cpu(run):
+    """FSDP2 overlaps by streams, which CPUs lack. Plain replicas start their all-reduces beside backward."""
+    links = [{"name": "link", "latency_us": 100.0, "bandwidth_gb_s": 1e5}]
+    machine = on_cpu(ideal(links, tflops=0.1))
+    fsdp = predict(run(2, "parallel.dp_shard=2"), 2, machine).parts
+    assert fsdp["dp_shard"] == pytest.approx((32 * (8 + 7) + 1 + 8 + 1) * 1e-4, rel=0.01)
+    replicas = predict(run(2, "parallel={dp_replicate: 2, dp_shard: 1}"), 2, machine).parts
+    assert replicas["dp_replicate"] < 1e-3  # what follows backward
+    hybrid = predict(run(4, "parallel={dp_replicate: 2, dp_shard: 2}"), 4, machine).parts
+    assert hybrid["dp_replicate"] == pytest.approx((8 + 2) * 2 * 1e-4, rel=0.01)  # blocks, embedding and head
+
+
+def test_copies_of_fsdp_take_the_measured_rate_of_a_cpu(run):
+    config, machine = run(2, "parallel.dp_shard=2"), ideal(tflops=0.1)
+    block, root = 4 * (4 * 1024**2 + 2 * 1024 * 4096 + 2 * 1024), 4 * (2 * 64 + 1) * 1024  # bytes
+    copied = block * (32 * (8 + 7) + 8) + root * 2
+    without, measured = (predict(config, 2, on_cpu(machine, fsdp_gb_s=rate)).parts for rate in (None, 2.0))
+    assert measured["dp_shard"] - without["dp_shard"] == pytest.approx(copied / 2e9, rel=1e-3)
+    assert predict(config, 2, machine).parts["dp_shard"] < 0.01  # a GPU's copies take its memory's bandwidth
+
+
+@pytest.mark.parametrize("zero", [3, 1])
+def test_gradients_of_further_micro_batches_are_added(run, zero):
+    """An addition reads two numbers and writes one; those of shards if each micro-batch is reduced."""
+    machine = ideal(tflops=1000.0)
+    device = machine.device.model_copy(update={"memory_bandwidth_gb_s": 100.0})
+    machine = machine.model_copy(update={"device": device})
+    ends = ["parallel={dp_shard: 2, zero_stage: %d}" % zero, "training.grad_clip=null"]  # noqa: UP031
+
+    def seconds(micro_batches: int) -> float:
+        words = [*ends, f"training.batch_tokens={2 * 512 * micro_batches}"]
+        return predict(run(2, *words), 2, machine).parts["compute"]
+
+    block = 4 * 1024**2 + 2 * 1024 * 4096 + 2 * 1024
+    parameters = (8 * block + (2 * 64 + 1) * 1024) / (2 if zero == 3 else 1)
+    more = seconds(2) - seconds(1) - (seconds(1) - 0)
+    assert more == pytest.approx(3 * 4 * parameters / 1e11, rel=1e-3)
+
+
+def test_ulysses_sends_queries_keys_values_and_outputs(run):
+    links = [{"name": "link", "latency_us": 100.0, "bandwidth_gb_s": 1e5}]
+    words = ["parallel={cp: 2, dp_shard: 1, cp_method: all_to_all}"]
+    calls = 64 * 8 * 2 * 4  # micro-batches, layers, forward and backward, tensors
+    assert predict(run(2, *words), 2, ideal(links)).parts["cp"] == pytest.approx(calls * 1e-4, rel=0.01)
+
+
 def test_groups_have_the_strides_of_the_mesh(run):
     from weft.config.mesh import MeshShape
 

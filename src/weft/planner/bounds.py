@@ -152,7 +152,7 @@ class Bounds:
         reduce = self.over_fsdp("reduce_scatter", size, job.reduce_width, work, shard, offload=offload) * job.trained
         copied = size.others * (fsdp > 1) + size.experts * (fsdp > work.ep)
         host = job.host.fsdp_us * 1e-6 / job.parallel.layers_per_fsdp_unit if copied else 0.0
-        return gather, reduce, job.costs.moved(2 * copied * job.width) + host
+        return gather, reduce, job.copied(copied) + host
 
     def _one_stage(self, candidate: Candidate) -> float:
         layout = candidate.layout

@@ -15,7 +15,7 @@ class FsdpPasses:
     """
 
     def __init__(self, job: Job, stage: Stage, line: Timeline, *, first: bool, last: bool):
-        self.stage, self.line, self.units = stage, line, stage.units
+        self.stage, self.line, self.units, self.blocks = stage, line, stage.units, job.blocks
         reshards = bool(job.parallel.reshards)
         self.first, self.gathers, self.gathers_again = first, first or reshards, reshards
         self.reduces = last or job.parallel.reduces_every
@@ -28,10 +28,10 @@ class FsdpPasses:
 
         def gather(place: int, ready: float) -> None:
             if self.gathers and place < len(units) and place not in arrived:
-                arrived[place] = line.communicate("dp_shard", units[place].gather, ready, "all-gather")
+                arrived[place] = self._communicate("dp_shard", units[place].gather, ready, "all-gather")
 
         if self.first:
-            line.wait(line.communicate("dp_shard", self.stage.root.gather, line.now, "all-gather"), "dp_shard")
+            line.wait(self._communicate("dp_shard", self.stage.root.gather, line.now, "all-gather"), "dp_shard")
             line.serial("dp_shard", self.stage.root.around, "copy")
         gather(0, line.now)
         if self.stage.first is not None:
@@ -53,7 +53,7 @@ class FsdpPasses:
         def gather(place: int) -> None:
             # The last unit is not resharded after forward.
             if self.gathers_again and 0 <= place < len(units) - 1 and place not in arrived:
-                arrived[place] = line.communicate("dp_shard", units[place].gather_again, line.now, "all-gather")
+                arrived[place] = self._communicate("dp_shard", units[place].gather_again, line.now, "all-gather")
 
         if self.stage.last is not None:
             self._pass(self.stage.last, "backward")
@@ -71,10 +71,19 @@ class FsdpPasses:
         self._reduce(self.stage.root)
 
     def _reduce(self, unit: Unit) -> None:
+        if not self.first:
+            self.line.compute("compute", unit.accumulate, "accumulate")
         if self.reduces:
             self.line.serial("dp_shard", unit.around, "copy")
-            ready = self.line.communicate("dp_shard", unit.reduce, self.line.now, "reduce-scatter")
-            self.line.communicate("dp_replicate", unit.replicate, ready, "all-reduce")
+            ready = self._communicate("dp_shard", unit.reduce, self.line.now, "reduce-scatter")
+            self._communicate("dp_replicate", unit.replicate, ready, "all-reduce")
+
+    def _communicate(self, axis: str, seconds: float, ready: float, name: str) -> float:
+        """Adds a collective, and waits for it if nothing can run beside it. Returns when it ends."""
+        if not self.blocks:
+            return self.line.communicate(axis, seconds, ready, name)
+        self.line.serial(axis, seconds, name)
+        return self.line.now
 
     def _pass(self, unit: Unit, direction: str) -> None:
         waits = unit.forward if direction == "forward" else unit.backward

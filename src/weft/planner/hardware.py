@@ -131,13 +131,17 @@ class HostSection(Section):
     """Microseconds of the host for each collective of FSDP2, such as hooks and views. They add to the time of a CPU;
     those of a GPU are hidden.
     """
+    fsdp_gb_s: float | None = Field(None, gt=0, le=1e5)
+    """Bytes of parameters or gradients over the seconds that a CPU copies them around a collective of FSDP2, in GB/s.
+    Default: a copy takes a read and a write of the memory.
+    """
     tp_us: float = Field(0.0, ge=0, le=1e6)
     """Microseconds of the host for each collective of tensor parallelism, such as DTensor's dispatch, on a CPU."""
 
     @cached_property
     def without_collectives(self) -> HostSection:
         """The host of a GPU, which computes while the host prepares collectives."""
-        return self.model_copy(update={"fsdp_us": 0.0, "tp_us": 0.0})
+        return self.model_copy(update={"fsdp_us": 0.0, "tp_us": 0.0, "fsdp_gb_s": None})
 
 
 class OverlapSection(Section):

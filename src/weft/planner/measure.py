@@ -10,14 +10,20 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from weft.config.model import ModelSection
 from weft.formatting import counted
+from weft.kernels.linear import linear
+from weft.models.decoder import Decoder
 from weft.observe.flops import device_peak
 from weft.observe.manifest import cpu_model
+from weft.planner.compute import BACKWARD_OPERATIONS
+from weft.planner.work import Shares, block_work, embedding_work, head_work
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)  # of square matrix products
@@ -39,7 +45,7 @@ class DeviceMeasurement:
         attention: FLOP/s of the forward pass of fused attention.
         bandwidth: bytes per second of a large copy; reads and writes count.
         elementwise: bytes per second of element-wise operations with new outputs.
-        launch: seconds that the host needs to start one operation.
+        launch: seconds that the host needs for one operation of a decoder.
         to_device: bytes per second of copies from the host to the device.
         operators: seconds by (op, shape, dtype).
     """
@@ -151,15 +157,24 @@ def measure_device(
 
 
 def _products(device: torch.device, name: str, budget: float) -> dict[int, float]:
-    """Returns the seconds of square products by size, for sizes that fit in the budget."""
+    """Returns the seconds of square products by size, for sizes that fit in the budget.
+
+    They are the products of a linear layer in training, forward and backward, by the function that training calls.
+    """
     found: dict[int, float] = {}
     sizes = SIZES if device.type == "cuda" else SIZES[:-1]
     for size in sizes:
-        if found and 8 * NEXT * found[max(found)] > budget / 2:
+        if found and 3 * 8 * NEXT * found[max(found)] > budget / 2:
             break
         weight, inputs = (torch.randn(size, size, device=device).to(DTYPES[name]) for _ in range(2))
-        found[size] = call_seconds(lambda x=inputs, w=weight: functional.linear(x, w), device, budget / len(sizes))
+        found[size] = call_seconds(partial(_products_of_step, inputs, weight), device, budget / len(sizes)) / 3
     return found
+
+
+def _products_of_step(inputs: torch.Tensor, weight: torch.Tensor) -> None:
+    """Computes the three products of a linear layer in training: the output, and the gradients of input and weight."""
+    out = linear(inputs.requires_grad_(), weight.requires_grad_())
+    torch.autograd.grad(out, (inputs, weight), out.detach())
 
 
 def _attention(device: torch.device, dtype: torch.dtype, budget: float) -> float:
@@ -191,9 +206,25 @@ def _to_device(device: torch.device, dtype: torch.dtype, budget: float) -> float
 
 
 def _launch(device: torch.device, budget: float) -> float:
-    """Returns the host's seconds for one operation on a few elements, with the graph for backward."""
-    few = torch.ones(16, device=device, requires_grad=True)
-    return call_seconds(lambda: few * few, device, budget)
+    """Returns the host's seconds for one operation of a decoder, with the Python code of its modules.
+
+    A decoder without work for the device runs forward and backward, and its time is divided by the number of
+    operations that the planner counts.
+    """
+    section = ModelSection(
+        vocab_size=16, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32
+    )
+    model, length = Decoder(section).to(device), 8
+    tokens = torch.arange(length, device=device)[None]
+    shares = Shares(section, 1, length)
+    works = [block_work(shares, layer) for layer in range(section.num_hidden_layers)]
+    count = sum(work.operations for work in (*works, embedding_work(shares, 16), head_work(shares, 16)))
+
+    def act() -> None:
+        model(tokens, tokens, labels=tokens).sum().backward()
+
+    with torch.enable_grad():
+        return call_seconds(act, device, budget) / (count * (1 + BACKWARD_OPERATIONS))
 
 
 def _operator(device: torch.device, one: tuple[str, tuple[int, ...], str], budget: float) -> float:
@@ -201,7 +232,7 @@ def _operator(device: torch.device, one: tuple[str, tuple[int, ...], str], budge
     if op == "matmul":
         m, k, n = shape
         inputs, weight = (torch.randn(rows, k, device=device).to(DTYPES[name]) for rows in (m, n))
-        return call_seconds(lambda: functional.linear(inputs, weight), device, budget)
+        return call_seconds(partial(_products_of_step, inputs, weight), device, budget) / 3
     batch, heads, groups, length, width = shape
     query, key, value = (
         torch.randn(batch, count, length, width, device=device).to(DTYPES[name]) for count in (heads, groups, groups)

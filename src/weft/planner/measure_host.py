@@ -1,13 +1,15 @@
 """Measures what the host does for each collective: Python code of DTensor and of FSDP2 around it.
 
-A tiny decoder runs with and without sharding. The difference of the CPU time of the thread that runs it, which does not
-count waiting for other ranks, is divided by the number of collectives.
+A small decoder runs with and without sharding. The difference of the CPU time of the thread that runs it, which does
+not count waiting for other ranks, is divided by the number of collectives. Two sizes tell FSDP2's copies of parameters
+from its Python code.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -21,25 +23,40 @@ from weft.parallel.model_state import ModelPlan
 from weft.parallel.ranks import all_gather_object
 from weft.parallel.world import World, meshes
 from weft.planner.measure import lower_quartile
+from weft.planner.measure_links import FASTEST
 
 LAYERS, TOKENS, CALLS = 4, 8, 12
+HIDDEN = (32, 384)  # of the decoders; blocks of the larger one have 6 MB of parameters
 TP_COLLECTIVES = 2 * (4 * LAYERS + 2)  # of `planner.units`: of blocks, embedding and head, in forward and in backward
 FSDP_COLLECTIVES = 3 * LAYERS + 1  # all-gathers in forward and, without the last block and the root, again; reductions
 
 
 def measure_host(world: World) -> dict[str, float]:
-    """Returns microseconds of the host for each collective, as `host` of a hardware file. All ranks must call it.
+    """Returns the host's part of collectives, as `host` of a hardware file. All ranks must call it.
 
     Args:
         world: the ranks, of which there are at least two.
     """
+    found = [_seconds(world, size) for size in HIDDEN]
+    answers = all_gather_object([(tp, fsdp) for tp, fsdp, _ in found])
+    (tp, small), (_, large) = (
+        tuple(max(0.0, fmean(each)) for each in zip(*(one[place] for one in answers), strict=True)) for place in (0, 1)
+    )
+    sizes = [size for _, _, size in found]
+    rate = (sizes[1] - sizes[0]) / max(large - small, 1e-9)
+    rates = {"fsdp_gb_s": min(FASTEST, rate / 1e9)}
+    return {"tp_us": tp * 1e6, "fsdp_us": max(0.0, small - sizes[0] / rate) * 1e6, **rates}
+
+
+def _seconds(world: World, hidden: int) -> tuple[float, float, int]:
+    """Returns the host's seconds of a collective of `tp` and of FSDP2, and the bytes of a block's parameters."""
     ranks = world.ranks
     section = ModelSection(
         vocab_size=4 * ranks,
-        hidden_size=16 * ranks,
+        hidden_size=ranks * -(-hidden // ranks),
         num_hidden_layers=LAYERS,
         num_attention_heads=ranks,
-        intermediate_size=32 * ranks,
+        intermediate_size=ranks * (-(-2 * hidden // ranks)),
     )
     torch.manual_seed(0)
     tokens = torch.randint(4 * ranks, (1, TOKENS * ranks), device=world.device)
@@ -49,15 +66,13 @@ def measure_host(world: World) -> dict[str, float]:
         part = World(world.rank, ranks, world.device, shape, **meshes(shape, world.device))
         return build_sharded_model(ModelPlan(section, parallel), part)
 
-    found = {
-        "tp_us": sharded(ParallelSection(tp=ranks, dp_shard=1), MeshShape(tp=ranks)),
-        "fsdp_us": sharded(ParallelSection(dp_shard=ranks), MeshShape(dp_shard=ranks)),
-    }
-    counts = {"tp_us": TP_COLLECTIVES, "fsdp_us": FSDP_COLLECTIVES}
-    alone = thread_seconds(lambda: _passes(plain, tokens))
-    more = {name: thread_seconds(lambda one=model: _passes(one, tokens)) - alone for name, model in found.items()}
-    answers = all_gather_object(more)
-    return {name: max(0.0, fmean(one[name] for one in answers) / count * 1e6) for name, count in counts.items()}
+    models = [
+        (sharded(ParallelSection(tp=ranks, dp_shard=1), MeshShape(tp=ranks)), TP_COLLECTIVES),
+        (sharded(ParallelSection(dp_shard=ranks), MeshShape(dp_shard=ranks)), FSDP_COLLECTIVES),
+    ]
+    alone = thread_seconds(partial(_passes, plain, tokens))
+    tp, fsdp = ((thread_seconds(partial(_passes, one, tokens)) - alone) / count for one, count in models)
+    return tp, fsdp, 4 * section.layer_size(0).parameters
 
 
 def thread_seconds(act: Callable[[], None]) -> float:

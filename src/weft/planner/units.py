@@ -42,6 +42,7 @@ class Unit:
         reduce: seconds of reducing its gradients over the ranks of FSDP2.
         replicate: seconds of the all-reduce of its gradients over `dp_replicate`.
         copies: seconds of copies between FSDP2's buffers and the parameters, for each gather and each reduction.
+        accumulate: seconds of adding its gradients to those of earlier micro-batches.
         host: seconds of the host, for each gather and each reduction.
         parameters: number of its parameters after `tp` and `ep`, before FSDP2 shards them.
         local: number of its parameters on this rank.
@@ -55,6 +56,7 @@ class Unit:
     reduce: float = 0.0
     replicate: float = 0.0
     copies: float = 0.0
+    accumulate: float = 0.0
     host: float = 0.0
     parameters: int = 0
     local: float = 0.0
@@ -77,7 +79,8 @@ def join_units(units: Iterable[Unit]) -> Unit:
     forward, backward = Parts(), Parts()
     for unit in found:
         forward, backward = forward.plus(unit.forward), backward.plus(unit.backward)
-    sizes = {name: total(name) for name in ("gather", "gather_again", "reduce", "replicate", "copies", "local")}
+    names = ("gather", "gather_again", "reduce", "replicate", "copies", "accumulate", "local")
+    sizes = {name: total(name) for name in names}
     host = max((unit.host for unit in found), default=0.0)
     return Unit(passes, forward, backward, host=host, parameters=int(total("parameters")), **sizes)
 
@@ -156,6 +159,8 @@ class Job:
         )
         self.trained = config.adapter is None
         self.again = self._group_after_forward()
+        # FSDP2 has no streams on a CPU: each of its collectives is waited for at once. Plain replicas do not use FSDP2.
+        self.blocks = hardware.device.kind == "cpu" and devices > self.mesh.dp_replicate
 
     def stages(self) -> list[Stage]:
         """Returns the pipeline stages; one without a pipeline."""
@@ -225,6 +230,9 @@ class Job:
             reduce=self._over_fsdp("reduce_scatter", work, self.reduce_width, fsdp) if trained else 0.0,
             replicate=self._replicate(local) if trained else 0.0,
             copies=self._copies(work),
+            accumulate=self.costs.moved(3 * (local if self.parallel.reduces_every else total) * self.reduce_width)
+            if trained
+            else 0.0,
             host=self.host.fsdp_us * 1e-6 if max(fsdp.ranks, experts.ranks) > 1 and total else 0.0,
             parameters=total,
             local=local,
@@ -239,11 +247,18 @@ class Job:
         return seconds + self.links.seconds(kind, work.expert_parameters * width, experts)
 
     def _copies(self, work: Work) -> float:
-        """Returns the seconds of copying parameters out of the buffer of an all-gather: one read and one write."""
+        """Returns the seconds of copying the parameters of a unit out of the buffer of an all-gather."""
         size = work.parameters * (self.groups["fsdp"].ranks > 1) + work.expert_parameters * (
             self.groups["efsdp"].ranks > 1
         )
-        return self.costs.moved(2 * size * self.width)
+        return self.copied(size)
+
+    def copied(self, parameters: float) -> float:
+        """Returns the seconds of copying parameters between FSDP2's buffers and the tensors that layers use."""
+        size = parameters * self.width
+        if self.host.fsdp_gb_s is not None:
+            return size / (self.host.fsdp_gb_s * 1e9)
+        return self.costs.moved(2 * size)
 
     def _replicate(self, local: float) -> float:
         size = local * self.reduce_width
@@ -284,8 +299,9 @@ class Job:
             counts = model.num_attention_heads, model.num_attention_heads if model.mla else model.kv_heads
             method = "all_to_all" if can_exchange_heads(counts, self.mesh.tp, cp) else "all_gather"
         if method == "all_to_all":
-            queries = work.tokens * heads * (model.qk_head_dim + model.v_head_dim) * self.width
-            seconds = self.links.seconds("all_to_all", keys, group) + self.links.seconds("all_to_all", queries, group)
+            widths = [count * dim for count in (heads, kv) for dim in (model.qk_head_dim, model.v_head_dim)]
+            # One all-to-all each for queries, outputs, keys and values.
+            seconds = sum(self.links.seconds("all_to_all", work.tokens * one * self.width, group) for one in widths)
             return seconds, seconds
         if method == "all_gather":
             seconds = self.links.seconds("all_gather", keys * cp, group)

@@ -134,9 +134,11 @@ def _print(
         ),
     )
     console.result(f"while ranks communicate, computation has {1 / (1 + slowdown):.0%} of its speed")
-    for key, value in host.items():
-        name = {"tp_us": "tensor parallelism", "fsdp_us": "FSDP2"}[key]
-        console.result(f"the host takes {value:,.0f} us for each collective of {name}")
+    for key, name in {"tp_us": "tensor parallelism", "fsdp_us": "FSDP2"}.items():
+        if key in host:
+            console.result(f"the host takes {host[key]:,.0f} us for each collective of {name}")
+    if "fsdp_gb_s" in host:
+        console.result(f"FSDP2 copies parameters with {host['fsdp_gb_s']:.1f} GB/s")
 
 
 def _plot(found: list[LinkMeasurement], path: Path, name: str) -> None:
