@@ -39,8 +39,8 @@ COLUMNS = (
 )  # fmt: skip
 # The tables' framework keeps the residual stream in bfloat16 and the logits for backward.
 STACK = Stack(residual_bytes=2, keeps_logits=True)
-# Standard deviation of the logarithm of a number before it is fitted. Rates of devices are known within a quarter. What a
-# shared network loses to other jobs is not known: these are the root mean squares of the changes of both clusters' fits.
+# Standard deviation of the logarithm of a number before it is fitted. Rates of devices are known within a quarter. What
+# a shared network loses to other jobs is not known: these are the root mean squares of the changes of both fits.
 SPREADS = {"congestion": 1.0, "latency_us": 1.4}
 SPREAD = 0.25
 ERROR = 0.03  # standard deviation of the logarithm of a measured throughput
