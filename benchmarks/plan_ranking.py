@@ -35,7 +35,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import processor, slug, write_results  # noqa: E402
+from common import processor, slug, write_results  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 LENGTH, SEQUENCES = 128, 16
 RUN = """

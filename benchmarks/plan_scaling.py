@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -150,7 +151,7 @@ def predicted(row: Row, hardware: Hardware) -> Prediction:
 
 def get(hardware: Hardware, key: str) -> float:
     """Returns the number of a dotted key, such as `levels[1].efficiency`."""
-    value = hardware.model_dump()
+    value: Any = hardware.model_dump()
     for part in key.replace("[", ".").replace("]", "").split("."):
         value = value[int(part)] if part.isdecimal() else value[part]
     return float(value)
@@ -158,13 +159,13 @@ def get(hardware: Hardware, key: str) -> float:
 
 def replaced(hardware: Hardware, numbers: dict[str, float]) -> Hardware:
     """Returns the hardware with other numbers, unchecked: a fit may pass a bound."""
-    tree = hardware
+    tree: Any = hardware
     for key, value in numbers.items():
         tree = _with(tree, key.replace("[", ".").replace("]", "").split("."), value)
     return tree
 
 
-def _with(node, parts: Sequence[str], value: float):
+def _with(node: Any, parts: Sequence[str], value: float) -> Any:
     if not parts:
         return value
     head, *rest = parts
@@ -229,8 +230,8 @@ def machines(rows: Sequence[Row], fitted: Sequence[Row] | None) -> dict[str, Har
     names = dict.fromkeys(row.cluster for row in rows)
     if fitted is None:
         return {name: load_hardware(name) for name in names}
-    logs = fit(fitted)
-    mean = np.mean(list(logs.values()), axis=0)
+    logs: dict[str, Any] = fit(fitted)
+    mean: np.ndarray = np.mean(np.stack(list(logs.values())), axis=0)
     return {name: changed(load_hardware(name), logs.get(name, mean)) for name in names}
 
 

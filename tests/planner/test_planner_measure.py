@@ -177,7 +177,7 @@ def test_this_machine_is_measured(tmp_path, capsys, monkeypatch):
     assert main(["bench", "device", "--seconds", "0.3", "--dtype", "float32", "--out", "here.yaml"]) == 0
     hardware = load_hardware("here.yaml")
     assert f"{torch.get_num_threads()} thread" in hardware.device.name
-    assert 1e-4 < hardware.device.peak_tflops.float32 < 100
+    assert 1e-4 < hardware.device.peak_tflops.given()["float32"] < 100
     assert 0.1 < hardware.device.memory_bandwidth_gb_s < 10_000
     (tmp_path / "run.yaml").write_text(RUN)
     assert predict(RunConfig.load("run.yaml", check_data=False), 1, hardware).step_seconds > 0
@@ -196,7 +196,7 @@ assert main([*words, "here.yaml", "--plot", "links.svg"]) == 0
 
 
 def test_links_between_ranks_are_measured(tmp_path, ranks):
-    from pool import run_program
+    from pool import run_program  # pyright: ignore[reportMissingImports]
 
     tree = machine()
     tree["device"]["name"] = re.sub(r"\d+ threads?$", "1 thread", tree["device"]["name"])
@@ -213,7 +213,7 @@ def test_links_between_ranks_are_measured(tmp_path, ranks):
     }
     assert all(one.latency_us < 1e6 and math.isfinite(one.bandwidth_gb_s) for one in hardware.collectives)
     assert all(10 < value < 1e5 for value in (hardware.host.tp_us, hardware.host.fsdp_us))  # Python, not launches
-    assert 0.01 < hardware.host.fsdp_gb_s <= links.FASTEST
+    assert 0.01 < (hardware.host.fsdp_gb_s or 0) <= links.FASTEST
     assert 0 <= hardware.overlap.slowdown <= links.MOST_SLOWDOWN
     assert (tmp_path / "links.svg").read_text().count("<circle") >= 5 * 4
 
