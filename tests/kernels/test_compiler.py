@@ -82,7 +82,8 @@ def test_one_process_compiles_and_damaged_code_is_compiled_again(tmp_path):
     at_once = run(2)
     assert sorted(out.strip() for out, _ in at_once) == ["['fxgraph_cache_hit']", "['fxgraph_cache_miss']"]
     assert not any("empty cache" in errors for _, errors in at_once)
-    libraries = list(tmp_path.rglob("*.so"))
+    # Inductor's own tests of AVX-512's extensions are not damaged: without them it compiles for fewer instructions.
+    libraries = [file for file in tmp_path.rglob("*.so") if "_chk_kernel" not in file.with_suffix(".cpp").read_text()]
     assert libraries
     for library in libraries:
         library.write_bytes(library.read_bytes()[:100])
