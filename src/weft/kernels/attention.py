@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 
+from weft.kernels.blocked_attention import blocked_attention, fits
 from weft.kernels.cross_entropy import cap
 from weft.kernels.document_attention import document_attention
 from weft.kernels.flash import FlashMask, flash_attention
@@ -81,6 +82,8 @@ def attention(
     if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
         k, v = _repeat_kv(q, k, v)
         return document_attention(q, k, v, mask, scores.scale)[0]
+    if mask is None and causal and not dropout and fits(q, k, v):
+        return blocked_attention(q, k, v, q.shape[3] ** -0.5 if scores.scale is None else scores.scale)
     if mask is None and causal and 1 < queries < keys:
         mask = _causal_mask(queries, keys, q.device)
     # Without a mask the flash kernel skips the blocks above the diagonal; a boolean mask costs 1.7 times as much.

@@ -1,4 +1,4 @@
-"""The private names of torch that compiled blocks need. `weft.torch_private` has the others."""
+"""The private names of torch that compiled blocks and attention on CPUs need. `weft.torch_private` has the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ NAMES = {
     "the environment, which then looks as if the user had chosen it",
     "torch._inductor.config:cpp": "`vec_isa_ok`: skips a test of vector instructions in each process",
     "torch._functorch.config:patch": "compiles backward together with forward, within the same lock",
+    "torch.ops:aten._softmax_backward_data": "the gradient of a softmax in one pass",
 }
+
+softmax_backward = torch.ops.aten._softmax_backward_data
 
 
 def compile_graph(

@@ -21,7 +21,8 @@ Key = tuple[Any, int]  # an operator, and the number of earlier calls of the ope
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_fused_attention_overrideable", "weft::document_attention", "flex_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable", "weft::document_attention", "weft::blocked_attention",
+    "flex_attention",
     "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward",
 }  # fmt: skip
 # Results of these operations are never saved. Collectives: ranks that save different results would deadlock. Copies:

@@ -1,0 +1,121 @@
+"""Causal attention in bfloat16 by blocks of products, against attention in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from weft.kernels import blocked_attention as module
+from weft.kernels.attention import Scores, attention
+
+OPERATOR = "weft::blocked_attention"
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch):
+    """Whatever the processor is."""
+    monkeypatch.setattr(module, "FASTER", True)
+
+
+def tensors(batch=2, heads=4, kv_heads=4, seq=40, size=16, value_size=None, factor=1.0):
+    torch.manual_seed(0)
+    shapes = [(heads, size), (kv_heads, size), (kv_heads, value_size or size), (heads, value_size or size)]
+    return [torch.randn(batch, seq, n, d).mul_(factor).bfloat16().transpose(1, 2) for n, d in shapes]
+
+
+def results(function, given, dtype=torch.bfloat16):
+    q, k, v, grad = given
+    leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+    out = function(*leaves)
+    return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+
+def exact(q, k, v, scale):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
+
+
+def error(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def operators(function):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return [event.name for event in profile.events() or []]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"seq": 300},  # three blocks, the last one short
+        {"seq": 256, "kv_heads": 2},
+        {"seq": 130, "kv_heads": 1, "size": 24},
+        {"seq": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_values_and_gradients_are_those_of_float64(shape, scale):
+    given = tensors(**shape)
+    expected = results(lambda *x: exact(*x, scale), given, dtype=torch.float64)
+    found = results(lambda *x: attention(*x, causal=True, scores=Scores(scale)), given)
+    for mine, right in zip(found, expected, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert mine.shape == right.shape
+        assert error(mine, right) < 0.007
+
+
+def test_rounding_of_large_scores_is_that_of_queries_and_keys():
+    q, k, v, _ = (x.double() for x in tensors(seq=150, factor=3.0))  # scores of up to about 100
+    q, k = (x * (1 + 0.002 * torch.randn_like(x)) for x in (q, k))  # not representable in bfloat16
+    expected = exact(q, k, v, None)
+    rounded = [x.bfloat16() for x in (q, k, v)]
+    assert error(attention(*rounded, causal=True), expected) < 2 * error(exact(*rounded, None), expected)
+
+
+def test_values_can_be_narrower_than_keys():
+    given = tensors(seq=140, value_size=8)
+    expected = results(lambda *x: exact(*x, None), given, dtype=torch.float64)
+    for mine, right in zip(results(lambda *x: attention(*x, causal=True), given), expected, strict=True):
+        assert error(mine, right) < 0.006
+
+
+def test_later_tokens_do_not_change_earlier_results():
+    q, k, v, _ = tensors(seq=200)
+    before = attention(q, k, v, causal=True)
+    k[:, :, 150:] = 5.0
+    v[:, :, 150:] = 5.0
+    after = attention(q, k, v, causal=True)
+    assert torch.equal(before[:, :, :150], after[:, :, :150])
+    assert not torch.equal(before[:, :, 150:], after[:, :, 150:])
+
+
+def test_compiled_code_has_the_same_results():
+    given = tensors(seq=140)
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True), backend="aot_eager", fullgraph=True)
+    for mine, eager in zip(
+        results(compiled, given), results(lambda *x: attention(*x, causal=True), given), strict=True
+    ):
+        assert torch.equal(mine, eager)
+
+
+def test_it_computes_causal_attention_in_bfloat16_only():
+    q, k, v, _ = tensors()
+    assert OPERATOR in operators(lambda: attention(q, k, v, causal=True))
+    others = [
+        lambda: attention(q, k, v, causal=False),
+        lambda: attention(q, k, v, causal=True, dropout=0.1),
+        lambda: attention(q.float(), k.float(), v.float(), causal=True),
+        lambda: attention(q[:, :, -1:], k, v, causal=True),  # a step of generation with a KV cache
+        lambda: attention(q[:, :, -9:], k, v, causal=True),
+        lambda: attention(q, k, v, causal=True, mask=torch.zeros(2, 40, dtype=torch.int64)),
+        lambda: attention(q, k, v, causal=True, scores=Scores(softcap=20.0)),
+    ]
+    assert not any(OPERATOR in operators(one) for one in others)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert OPERATOR not in operators(lambda: attention(q, k, v, causal=True))
+
+
+def test_the_operator_is_registered_correctly():
+    q, k, v, _ = (x.requires_grad_() for x in tensors(seq=140, kv_heads=2))
+    torch.library.opcheck(module.blocked_attention, (q, k, v, 0.25))
