@@ -1,5 +1,8 @@
 """Callbacks and a metric for runs on several ranks."""
 
+import os
+import signal
+
 
 class StopOn:
     """Asks one rank to stop the run before its last step."""
@@ -13,6 +16,18 @@ class StopOn:
 
     def ended(self, state):
         (state.path / f"ended-{state.rank}").write_text(f"{state.step} {state.status}")
+
+
+class Dies:
+    """Kills one rank, once, after a step and before its checkpoint."""
+
+    def __init__(self, *, step: int, rank: int):
+        self.at, self.rank = step, rank
+
+    def step(self, state):
+        if (state.step, state.rank) == (self.at, self.rank) and not (state.path / "died").exists():
+            (state.path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Likely:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from compare import Run, compare
 from matrix import WITHIN
+from pool import RanksFailed
 from torch.distributed.tensor import Shard
 
 import weft
@@ -19,9 +20,7 @@ from weft.planner.parallelize.plan import Plan
 from weft.planner.parallelize.read import read_plan
 
 PAGE = (Path(__file__).parents[2] / "docs" / "parallel-own-model.md").read_text(encoding="utf-8")
-CODE = re.sub(
-    r"    weft_sharding = \{.*?\n    \}\n", "", re.search(r"```python\n(.*?)```", PAGE, re.S).group(1), flags=re.S
-)
+CODE = re.sub(r"    weft_sharding = \{.*?\n    \}\n", "", re.findall(r"```python\n(.*?)```", PAGE, re.S)[0], flags=re.S)
 COLUMNS_AND_ROWS = {
     "blocks.*.attention.[qkv].*": Shard(0),
     "blocks.*.attention.o.weight": Shard(1),
@@ -42,10 +41,19 @@ def net(tmp_path, monkeypatch):
     return f"{module}:GPT"
 
 
+TWO_STAGES = (("", ("words", "places", "blocks.0..1")), ("blocks.2", ("blocks.2..3", "norm", "head")))
+FOUR_STAGES = (
+    ("", ("words", "places", "blocks.0")),
+    ("blocks.1", ("blocks.1",)),
+    ("blocks.2", ("blocks.2",)),
+    ("blocks.3", ("blocks.3", "norm", "head")),
+)
+
+
 def write_run(folder, name, net, parallel, **changes):
     sections = {
         "run": {"name": name, "directory": str(folder), "seed": 7},
-        "model": {"type": net, "width": 32, "head_dim": 8, "longest": 32, "vocab_size": 256},
+        "model": {"type": net, "width": 32, "head_dim": 8, "longest": 32, "vocab_size": 256, "layers": 4},
         "data": {"sequence_length": 32, "train": {"type": "matrix_parts:Sequences"}},
         "optimizer": {"type": "adamw", "lr": 0.01, "eps": 1e-3},
         "schedule": {"type": "constant"},
@@ -55,7 +63,7 @@ def write_run(folder, name, net, parallel, **changes):
         "log": {"every": 1, "trackers": []},
     }
     for section, values in changes.items():
-        sections[section] = {**sections.get(section, {}), **values}
+        sections[section] = {**sections.get(section, {}), **values} if isinstance(values, dict) else values
     file = folder / f"{name}.yaml"
     file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in sections.items()))
     return file
@@ -79,6 +87,71 @@ def test_a_planned_run_is_one_process_and_goes_on_without_its_plan(runner, net, 
     runner.pool.run(write_run(tmp_path, "planned", net, second, **longer), 2 if second else 1, seconds=120)
     difference = compare(Run(tmp_path / "alone"), Run(tmp_path / "planned"))
     assert difference.largest <= WITHIN, difference.wrong()
+
+
+@pytest.mark.parametrize(
+    ("plan", "second"),
+    [
+        (Plan(pp=2, stages=TWO_STAGES), {}),
+        pytest.param(
+            Plan(pp=2, stages=FOUR_STAGES, schedule="ZBVZeroBubble"), {"dp_shard": 2}, marks=pytest.mark.matrix
+        ),
+        pytest.param(Plan(pp=2, dp=2, stages=TWO_STAGES), {"plan": "tp.py"}, marks=pytest.mark.matrix),
+        pytest.param(
+            Plan(pp=2, tp=2, stages=FOUR_STAGES, schedule="Interleaved1F1B", parameters=COLUMNS_AND_ROWS),
+            {"plan": "stages.py"},
+            marks=pytest.mark.matrix,
+        ),
+    ],
+    ids=lambda one: f"pp{one.pp}-dp{one.dp}-tp{one.tp}-{one.schedule}" if isinstance(one, Plan) else str(one),
+)
+def test_a_run_in_pipeline_stages_is_one_process_and_goes_on_otherwise(runner, net, tmp_path, plan, second):
+    plan.write("plan.py")
+    Plan(tp=2, parameters=COLUMNS_AND_ROWS).write("tp.py")
+    Plan(pp=2, stages=FOUR_STAGES, schedule="DualPipeV").write("stages.py")
+    held_out = {"data": {"validation": {"type": "matrix_parts:Sequences", "count": 12}}, "validation": {"every": 1}}
+    longer = held_out | {"training": {"steps": 4, "grad_clip": 0.5}}
+    first = held_out | {"training": {"steps": 2, "grad_clip": 0.5}}
+    ranks = {"{}": 1}.get(str(second), 2)
+    runner.pool.run(write_run(tmp_path, "alone", net, {}, **longer), 1, seconds=120)
+    runner.pool.run(write_run(tmp_path, "staged", net, {"plan": "plan.py"}, **first), plan.devices, seconds=240)
+    runner.pool.run(write_run(tmp_path, "staged", net, second, **longer), ranks, seconds=120)
+    difference = compare(Run(tmp_path / "alone"), Run(tmp_path / "staged"))
+    assert difference.largest <= WITHIN, difference.wrong()
+
+
+def test_a_killed_run_in_pipeline_stages_resumes_with_the_same_numbers(runner, net, tmp_path):
+    dropout = "return F.dropout(x + self.mlp(self.norm2(x)), 0.1, self.training)"
+    (tmp_path / f"{net.partition(':')[0]}.py").write_text(CODE.replace("return x + self.mlp(self.norm2(x))", dropout))
+    Plan(pp=2, stages=FOUR_STAGES, schedule="InterleavedZeroBubble").write("plan.py")
+    steps = {"training": {"steps": 4, "dtype": "float32"}}
+    dies = {"callbacks": [{"type": "callback_parts:Dies", "step": 3, "rank": 1}]}
+    for name, changes in (("whole", {}), ("killed", dies), ("killed", dies)):
+        file = write_run(tmp_path, name, net, {"plan": "plan.py"}, **steps, **changes)
+        if changes and not (tmp_path / "killed").exists():
+            with pytest.raises(RanksFailed, match="exit code -9"):
+                runner.pool.run(file, 2, seconds=120)
+        else:
+            runner.pool.run(file, 2, seconds=120)
+    difference = compare(Run(tmp_path / "whole"), Run(tmp_path / "killed"))
+    assert difference.largest == 0, difference.wrong()
+
+
+def test_the_saved_config_of_a_run_in_pipeline_stages_is_legal(runner, net, tmp_path, capsys):
+    Plan(pp=2, stages=TWO_STAGES).write("plan.py")
+    runner.pool.run(write_run(tmp_path, "one", net, {"plan": "plan.py"}, training={"steps": 1}), 2)
+    assert main(["config", "check", "one/config.yaml"]) == 0
+    assert "stages of the plan, by 1f1b" in capsys.readouterr().out
+    assert main(["profile", "one/config.yaml", "--structure"]) == 2
+    assert "--structure does not show plans of custom models" in capsys.readouterr().err
+    runner.pool.run(Path("one/config.yaml"), 2)
+
+
+def test_stages_that_a_run_cannot_use_are_one_line(runner, net, tmp_path):
+    Plan(pp=2, stages=TWO_STAGES).write("plan.py")
+    one = write_run(tmp_path, "one", net, {"plan": "plan.py"}, training={"micro_batch_size": 8})
+    with pytest.raises(RanksFailed, match="1f1b over 2 ranks needs at least 2 micro-batches, but a step has 1"):
+        runner.pool.run(one, 2)
 
 
 def test_auto_keeps_the_plan_of_the_last_session(net, tmp_path, capsys):
@@ -118,6 +191,8 @@ def test_keys_that_a_plan_does_not_support_are_reported(net, tmp_path, parallel,
     ("plan", "parallel", "words"),
     [
         (Plan(dp=2), {}, "is for 2 devices (dp 2 x tp 1), and the run has 1; start 2 (--nproc 2)"),
+        (Plan(pp=2, stages=TWO_STAGES), {}, "is for 2 devices (pp 2 x dp 1 x tp 1), and the run has 1; start 2"),
+        (Plan(), {"pp_schedule": "gpipe"}, "parallel.pp_schedule: gpipe, but the plan has 1f1b; remove the key"),
         (Plan(), {"tp": 1, "dp_shard": 1}, "the plan is for a module of the structure 0123"),
         (Plan(parameters={"nothing": Shard(0)}), {}, "plan: parameters: 'nothing' matches no parameter of GPT"),
     ],

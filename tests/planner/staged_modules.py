@@ -18,7 +18,7 @@ class TiedGPT(nn.Module):
         self.lm_head.weight = self.wte.weight
 
     def forward(self, ids, targets):
-        x = self.wte(ids) + self.wpe[: ids.shape[1]]
+        x = self.wte(ids) + self.wpe[torch.arange(ids.shape[1], device=ids.device)]
         seen = (ids != 0).to(x.dtype).unsqueeze(-1)  # every stage computes it
         for block in self.h:
             x = self.drop(block(x)) * seen

@@ -134,9 +134,12 @@ def show_structure(args: argparse.Namespace) -> int:
     from weft.config.derive import batch_sequences, sequence_length, split_batch
     from weft.config.legal_mesh import check_mesh
     from weft.config.mesh import least_ranks
+    from weft.config.plan_rules import is_custom
     from weft.config.run import RunConfig
 
     config = RunConfig.load(args.file, args.overrides, ranks=args.nproc, for_fit=True)
+    if config.parallel.plan is not None or (config.parallel.auto and is_custom(config.model.type)):
+        raise UserError("parallel.plan: --structure does not show plans of custom models; read the plan's tables")
     ranks = args.nproc or least_ranks(config.parallel)
     shape, given = check_mesh(config, ranks), config.training.micro_batch_size
     _, size = split_batch(batch_sequences(config), sequence_length(config), shape, given, config.parallel)

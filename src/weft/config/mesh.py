@@ -55,8 +55,8 @@ class ParallelSection(Section):
 
     plan: str | None = None
     """Path of a plan for a custom model (`model.type: module:Class`), which `weft parallelize --out` wrote: `plan.py`
-    or `plan.json`. It decides the mesh (`dp_shard` x `tp`), and how parameters and tensors are sharded. `auto` finds
-    such a plan for a custom model, and writes it to the run directory.
+    or `plan.json`. It decides the mesh (`pp` x `dp_shard` x `tp`), the pipeline stages, and how parameters and tensors
+    are sharded. `auto` finds such a plan for a custom model, and writes it to the run directory.
     """
 
     pp: int = Field(1, ge=-1, le=MOST)

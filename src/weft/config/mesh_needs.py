@@ -154,6 +154,8 @@ class Needs:
             size, key = shape.sizes[axis], f"parallel.{axis}"
             if size > 1 and self.type == "hf":
                 yield Reason(key, f"{size}, but a model of type hf is {LIMITS}")
+            elif size > 1 and axis == "pp" and self.section.plan is not None:
+                continue  # stages of the plan
             elif size > 1 and axis != "tp":
                 what = f"{size}, but a custom model supports only dp_replicate, dp_shard and (with weft_sharding) tp"
                 yield Reason(key, what)

@@ -7,7 +7,8 @@ import os
 from weft.config.draft import Draft
 from weft.config.mesh import ParallelSection
 
-OF_MODULE_PLANS = ("auto", "hardware", "plan", "dp_shard", "tp")  # other keys of `parallel` do not apply to them
+# Keys of `parallel` that apply to plans of custom models. Those that such a plan decides must have the plan's values.
+OF_MODULE_PLANS = ("auto", "hardware", "plan", "pp", "dp_shard", "tp", "pp_schedule", "stages_per_rank")
 TRAINING = ("compile", "fp8", "qat", "only_rows_from", "activation_checkpointing")
 
 

@@ -23,6 +23,7 @@ from weft.parallel.world import World
 if TYPE_CHECKING:
     from weft.parallel.axes.context import SequenceShard
     from weft.parallel.gradients.buckets import ReplicaSums
+    from weft.parallel.passes import Passes
 
 ATTRIBUTE = "weft_state"  # name of the only attribute that `parallel/` adds to a model
 
@@ -124,6 +125,8 @@ class ModelState:
         wrappers: module -> labels of the wrappers of the module's forward, innermost first.
         base: the base model whose weights were loaded, if the model has an adapter.
         assigned: module -> {name of an attribute that `fill` assigned: label of the value}.
+        passes: class, or function with the same arguments, that runs the micro-batches of this model; None: that of
+            `passes_of`.
     """
 
     plan: ModelPlan
@@ -132,6 +135,7 @@ class ModelState:
     sequence_shard: SequenceShard | None = None
     sums: ReplicaSums | None = None
     base: BaseModel | None = None
+    passes: Callable[..., Passes] | None = None
     scales: dict[tuple[nn.Module, str], float] = field(default_factory=dict)
     reduces_every: bool = field(init=False)
     unsharded_units: set[nn.Module] = field(default_factory=set)

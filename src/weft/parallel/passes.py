@@ -286,6 +286,15 @@ class Passes:
         return total
 
 
+def check_no_compute(objective: Objective) -> None:
+    """Raises UserError on all ranks if an objective calls the model itself, which a schedule does."""
+    if getattr(objective, "compute", None) is not None:
+        raise error_on_all_ranks(
+            f"objective: {type(objective).__name__}.compute calls the model, but with parallel.pp a schedule does; "
+            "define `inputs` and `loss` instead (`prepare` can call the model), or set parallel.pp: 1"
+        )
+
+
 def set_last_micro_batch(model: nn.Module, last: bool) -> None:
     """Sets whether the next backward pass is the last of the step. Call it before each backward pass.
 

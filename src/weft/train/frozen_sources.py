@@ -34,6 +34,7 @@ from weft.parallel.ranks import error_on_all_ranks
 from weft.parallel.world import World
 from weft.train.frozen_fit import Source, check_fit
 from weft.train.job import Job
+from weft.train.module_plan import build_planned_model
 
 START = "start"
 PREFIX = "frozen/start/"  # of the names of the adapter's starting values in checkpoints
@@ -249,7 +250,7 @@ def frozen_plan(config: RunConfig, plan: ModelPlan, source: Source, shape: MeshS
     # Nothing is kept for backward, so gathered parameters are freed after forward.
     changes: dict[str, Any] = {"reshard_after_forward": True, "zero_stage": None, "compress": None}
     if not source.start:
-        changes |= {"stage_layers": None} | ({} if getattr(source.section, "moe", None) else {"ep": 1})
+        changes |= {"stage_layers": None, "plan": None} | ({} if getattr(source.section, "moe", None) else {"ep": 1})
     if shape.cp > 1 and isinstance(config.model, ModelSection):  # both models get the same shards of sequences
         changes["cp_method"] = choose_method(config.model, plan.parallel.cp_method, shape.cp, shape.tp)
     parallel = plan.parallel.model_copy(update=changes)
@@ -284,7 +285,8 @@ def _load_copy(job: Job, plan: ModelPlan, source: Source, path: Path | None) -> 
     Args:
         path: a path that `resolve` returned; None: the weights are the initial weights of the run.
     """
-    model = build_sharded_model(replace(plan, draw=path is None), job.world)
+    plan, planned = replace(plan, draw=path is None), plan.parallel.plan is not None
+    model = build_planned_model(job.config, plan, job.world) if planned else build_sharded_model(plan, job.world)
     if path is None:
         return model
     record = job.world.agree(lambda: read_adapter_record(path))

@@ -5,21 +5,23 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from weft.config.components import load_class
 from weft.config.derive import batch_sequences, sequence_length, split_batch
-from weft.config.mesh import MeshShape
+from weft.config.mesh import SEVERAL_STAGES, MeshShape, ParallelSection
 from weft.config.model import CustomModelSection
 from weft.config.plan_rules import is_custom
 from weft.config.run import RunConfig
 from weft.errors import UserError
-from weft.parallel.apply import build_stages, freeze, use_state_dtype
+from weft.parallel.apply import build_stages, freeze, use_frozen_dtype, use_state_dtype
+from weft.parallel.axes.pipeline import SCHEDULES
 from weft.parallel.axes.single_rank import cast_outputs
 from weft.parallel.local_parameters import local
 from weft.parallel.model_state import ATTRIBUTE, ModelPlan, ModelState
@@ -55,24 +57,42 @@ def planned_module(config: RunConfig, ranks: int, hardware: str, *, fresh: bool)
     changed = section.model_copy(update={"plan": section.plan or own, "hardware": hardware if section.auto else None})
     config = config.model_copy(update={"parallel": changed})
     plan = plan_of(config, ranks, fresh=fresh)
-    if plan.stages:
-        raise UserError(
-            f"parallel.plan: {section.plan} has pipeline stages, which a run does not support; use a plan "
-            "without STAGES, or call plan.apply in a training loop of your own"
-        )
+    pipeline = f"pp {plan.pp} x " if plan.stages else ""
     if plan.devices != ranks:
         raise UserError(
-            f"parallel.plan: {section.plan} is for {plan.devices} devices (dp {plan.dp} x tp {plan.tp}), and the run "
-            f"has {ranks}; start {plan.devices} (--nproc {plan.devices}), or plan for {ranks} devices"
+            f"parallel.plan: {section.plan} is for {plan.devices} devices ({pipeline}dp {plan.dp} x tp {plan.tp}), and "
+            f"the run has {ranks}; start {plan.devices} (--nproc {plan.devices}), or plan for {ranks} devices"
         )
-    for name, given, size in (("dp_shard", section.dp_shard, plan.dp), ("tp", section.tp, plan.tp)):
-        if given not in (size, -1 if name == "dp_shard" else 1):
-            raise UserError(f"parallel.{name}: {given}, but the plan has {size}; remove the key")
-    sizes = {"dp_shard": plan.dp, "tp": plan.tp, "hardware": section.hardware}
-    chosen = config.model_copy(update={"parallel": changed.model_copy(update=sizes)})
+    keys = _keys_of(plan)
+    for name, value in keys.items():
+        if getattr(section, name) not in (value, ParallelSection.model_fields[name].default):
+            raise UserError(f"parallel.{name}: {getattr(section, name)}, but the plan has {value}; remove the key")
+    keys["hardware"] = section.hardware
+    chosen = config.model_copy(update={"parallel": changed.model_copy(update=keys)})
     seconds = plan.prediction.get("step_seconds")
     cost = f"; {seconds:.3g} s per micro-batch predicted" if seconds and section.auto else ""
-    return chosen, f"parallel: dp {plan.dp}, tp {plan.tp} ({'auto' if section.auto else section.plan}{cost})"
+    mesh = f"{pipeline.replace(' x', ',')}dp {plan.dp}, tp {plan.tp}"
+    return chosen, f"parallel: {mesh} ({'auto' if section.auto else section.plan}{cost})"
+
+
+def _keys_of(plan: Plan) -> dict[str, Any]:
+    """Returns the keys of `parallel` that a plan decides, with their values.
+
+    Raises:
+        UserError: the schedule of the plan's stages is not supported.
+    """
+    names = {name: short for short, name in SCHEDULES.items()}
+    schedule = plan.schedule if plan.stages else SCHEDULES["1f1b"]
+    if schedule not in names:
+        raise UserError(f"plan: schedule {schedule!r} is not supported; use one of {', '.join(names)}")
+    each, usual = len(plan.stages) // plan.pp or 1, 2 if names[schedule] in SEVERAL_STAGES else 1
+    return {
+        "pp": plan.pp,
+        "dp_shard": plan.dp,
+        "tp": plan.tp,
+        "pp_schedule": names[schedule],
+        "stages_per_rank": each if each != usual else None,
+    }
 
 
 def plan_of(config: RunConfig, ranks: int, *, fresh: bool = False) -> Plan:
@@ -98,7 +118,8 @@ def module_facts(config: RunConfig) -> dict[str, str]:
     """Returns name -> text of the plan, which must be equal on all ranks."""
     from weft.planner.parallelize.read import NAMES
 
-    values = plan_of(config, config.parallel.dp_shard * config.parallel.tp).to_json()
+    section = config.parallel
+    values = plan_of(config, section.pp * section.dp_shard * section.tp).to_json()
     tables = json.dumps({name: values[name] for name in NAMES.values()}, sort_keys=True)
     return {"parallel.plan": hashlib.sha256(tables.encode()).hexdigest()[:16]}
 
@@ -109,13 +130,22 @@ def build_planned_model(config: RunConfig, plan: ModelPlan, world: World) -> nn.
     Raises:
         UserError: the plan is for another model.
     """
+    from weft.planner.parallelize.stage_run import StagedRuntime
+    from weft.train.stage_passes import OtherParameters, StagePasses
+
     found, state = plan_of(config, world.ranks), ModelState(plan, world, local)
+    # The number of micro-batches is that of a step, whatever the plan has; here it is one that all schedules support.
+    found = replace(found, micro_batches=2 * len(found.stages))
     model = build_stages(plan, world)[0]
-    for transform in (freeze, use_state_dtype):
+    for transform in (freeze, use_state_dtype, use_frozen_dtype):
         model = transform(model, state)
     world.agree(lambda: found.check(model))
-    model = found.apply(model, inputs="local", outputs="local", dtype=plan.dtype)
+    runtime = found.runtime(None, inputs="local", outputs="local")
+    model = runtime.apply(model, dtype=plan.dtype)
     setattr(model, ATTRIBUTE, state)
+    if isinstance(runtime, StagedRuntime):
+        others = OtherParameters(model, runtime)
+        state.passes = partial(StagePasses, runtime=runtime, others=others, dtype=plan.state_dtype)
     return cast_outputs(model, state).train()
 
 

@@ -226,7 +226,9 @@ def _axes(config, mesh: MeshShape, *, known: bool) -> list[str]:
         "tp": "shards of each layer's matrices (tensor and sequence parallel)",
         "ep": "shards of the experts, among the ranks of dp_shard x cp",
     }
-    if mesh.pp > 1:
+    if mesh.pp > 1 and config.parallel.plan is not None:
+        words["pp"] = f"stages of the plan, by {config.parallel.pp_schedule}"
+    elif mesh.pp > 1:
         section = config.parallel.model_copy(update={"pp": mesh.pp})
         layers = ", ".join(str(len(stage)) for stage in stage_ranges(config.model, section, sequence_length(config)))
         words["pp"] = f"stages of {layers} layers, by {section.pp_schedule}"

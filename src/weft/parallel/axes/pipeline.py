@@ -24,9 +24,9 @@ from weft.models.decoder import Decoder
 from weft.models.forward import return_normalizers
 from weft.observe.status import alive
 from weft.parallel.local_parameters import local
+from weft.parallel.model_state import state_of
 from weft.parallel.objective import Objective, Totals
-from weft.parallel.passes import FrozenModel, Passes
-from weft.parallel.ranks import error_on_all_ranks
+from weft.parallel.passes import FrozenModel, Passes, check_no_compute
 from weft.parallel.stages import rank_of_stage, stage_ranges, stages_of_rank
 from weft.parallel.world import World
 
@@ -119,11 +119,7 @@ class PipelinePasses(Passes):
         frozen: Mapping[str, FrozenModel] | None = None,
     ):
         super().__init__(model, objective, world, parallel, frozen)
-        if self.compute is not None:
-            raise error_on_all_ranks(
-                f"objective: {type(objective).__name__}.compute calls the model, but with parallel.pp a schedule does; "
-                "define `inputs` and `loss` instead (`prepare` can call the model), or set parallel.pp: 1"
-            )
+        check_no_compute(objective)
         self.stages, self.group, self.ranks = model.stages, world.group("pp"), world.shape.pp
         self.count = self.ranks * len(self.stages)
         self.output_dtype = torch.promote_types(model.dtype or torch.float32, torch.float32)
@@ -287,7 +283,13 @@ def passes_of(
     parallel: ParallelSection,
     frozen: Mapping[str, FrozenModel] | None = None,
 ) -> Passes:
-    """Returns `PipelinePasses` for the stages of a pipeline, and `Passes` for any other sharded model."""
+    """Returns `PipelinePasses` for the stages of a pipeline, and `Passes` for any other sharded model.
+
+    A model that runs otherwise has its own class in its state.
+    """
+    state = state_of(model)
+    if state is not None and state.passes is not None:
+        return state.passes(model, objective, world, parallel, frozen)
     if isinstance(model, Stages):
         return PipelinePasses(model, objective, world, parallel, frozen)
     return Passes(model, objective, world, parallel, frozen)

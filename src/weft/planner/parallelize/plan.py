@@ -53,7 +53,7 @@ class Plan:
         stages: pipeline stages; for each, the name of the module with whose call the stage begins ("" for the first),
             and names of the modules and parameters whose parameters the stage has (`h.0..3` for `h.0` to `h.3`).
         schedule: name of a schedule of `torch.distributed.pipelining`.
-        micro_batches: number of micro-batches of a call, with stages.
+        micro_batches: number of micro-batches of a call, with stages; a training run has its own number.
         loss: outputs -> loss, with stages; None if the module returns its loss. No file has it.
     """
 
@@ -129,6 +129,18 @@ class Plan:
         model = module if isinstance(module, nn.Module) else module()
         self.check(model)
         start_processes(self.devices)
+        runtime = self.runtime(mesh, inputs=inputs, outputs=outputs, loss=loss)
+        return runtime.apply(model, state_dict, without_data, dtype)
+
+    def runtime(
+        self,
+        mesh: DeviceMesh | None,
+        *,
+        inputs: str,
+        outputs: str,
+        loss: Callable[..., torch.Tensor] | None = None,
+    ) -> Runtime:
+        """Returns what makes a checked module run on the mesh; for the arguments see `apply`."""
         tables = {name: getattr(self, name) for name in (*PLACEMENTS, *OTHERS)}
         tables["local"] = [name for name, value in (("inputs", inputs), ("outputs", outputs)) if value == "local"]
         if self.stages:
@@ -137,7 +149,7 @@ class Plan:
         else:
             runtime = Runtime(mesh_of(self.dp, self.tp, mesh), **tables)
         runtime.reshard_after_forward = self.reshard_after_forward
-        return runtime.apply(model, state_dict, without_data, dtype)
+        return runtime
 
     def check(self, module: nn.Module) -> None:
         """Raises UserError if the plan is for another module, or if a pattern matches no name of the module."""

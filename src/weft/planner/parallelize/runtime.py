@@ -55,9 +55,11 @@ class Runtime:
 
     Attributes:
         reshard_after_forward: whether gathered parameters are freed after forward, and gathered again for backward.
+        within: the module's forward on the mesh: takes and returns DTensors.
     """
 
     reshard_after_forward = True
+    within: Callable[..., Any]
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class Runtime:
         materialize(model, self.mesh.device_type, self._stored, None if without_data else state_dict or {})
         for name, module in list(model.named_modules()):
             self._wrap(name, module)
+        self.within = model.forward
         wrap(model, self._convert)
         return model
 
@@ -182,13 +185,13 @@ class Runtime:
         if rows is not None and "inputs" in self.local:
             rows *= self.dp
         args, kwargs = self._sharded_inputs(rows, args, kwargs)
-        leave = partial(self._own_rows, rows) if "outputs" in self.local else _full
+        leave = partial(self.own_rows, rows) if "outputs" in self.local else _full
         with self.mode, torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             out = map_tensors(leave, forward(*args, **kwargs))
             map_objects(leave, out)
             return out
 
-    def _own_rows(self, rows: int | None, value: torch.Tensor) -> torch.Tensor:
+    def own_rows(self, rows: int | None, value: torch.Tensor) -> torch.Tensor:
         """Returns the rows of this data rank, of an output that has all rows; other outputs are gathered."""
         if not isinstance(value, DTensor) or value.dim() == 0 or value.shape[0] != rows:
             return _full(value)

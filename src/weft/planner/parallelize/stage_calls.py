@@ -23,6 +23,9 @@ from weft.planner.parallelize.torch_private import buffers_of, is_fake
 if TYPE_CHECKING:
     from weft.planner.parallelize.stage_run import StagedRuntime
 
+Begin = Callable[[int, int], None]  # (stage, index of the micro-batch)
+Finish = Callable[[int, Any], torch.Tensor]  # (index of the micro-batch, outputs) -> its loss
+
 
 class _ContiguousGradient(torch.autograd.Function):
     """A tensor whose gradient is contiguous, as sending needs."""
@@ -81,23 +84,28 @@ class StageCalls:
 
     Args:
         runtime: the runtime.
-        forward: the module's forward, with what the runtime wraps around.
+        count: number of micro-batches.
         rows: number of rows of a micro-batch, of all data ranks.
         args: positional inputs of the first micro-batch, as DTensors.
         kwargs: keyword inputs likewise.
+        returns_loss: whether the module, or the runtime's `loss`, returns the loss of a micro-batch.
     """
 
-    def __init__(self, runtime: StagedRuntime, forward: Callable, rows: int, args: Any, kwargs: Any):
-        self.runtime, self.forward, self.rows = runtime, forward, rows
+    def __init__(self, runtime: StagedRuntime, count: int, rows: int, args: Any, kwargs: Any, returns_loss: bool):
+        self.runtime, self.count, self.rows = runtime, count, rows
         stages = runtime.stages
         self.trace: Trace = trace_stages(
             runtime.model, stages.begins, args, kwargs, loss=runtime.loss, dtype=runtime.mode.dtype,
             islands=lambda name: match(name, runtime.islands), forwards=runtime.forwards,
         )  # fmt: skip
+        if returns_loss and self.trace.dtype is None:
+            raise UserError(
+                f"stages: {type(runtime.model).__name__} returns {self.trace.returns} instead of a scalar loss; return "
+                "the loss alone, or give apply loss=, a function of the outputs"
+            )
+        self.dtype = self.trace.dtype or torch.float32  # of the losses
         self._check_parameters()
-        self.losses: dict[int, torch.Tensor] = {}
-        self.inputs: list[Any] = []
-        self.seed = 0
+        self.inputs: Sequence[Any] = ()
         self.grad = torch.is_grad_enabled()
         self.schedule: Any = self._schedule() if self.grad else None
 
@@ -116,7 +124,7 @@ class StageCalls:
         runtime, stages, trace = self.runtime, self.runtime.stages, self.trace
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.WARNING)
         last = len(stages.begins) - 1
-        number, loss = torch.zeros(1, dtype=torch.int64), torch.empty((), dtype=trace.dtype, device="meta")
+        number, loss = torch.zeros(1, dtype=torch.int64), torch.empty((), dtype=self.dtype, device="meta")
         metas = [[self._meta(one) for one in sent.values()] for sent in trace.sent]
         made = [
             PipelineStage(
@@ -129,14 +137,18 @@ class StageCalls:
         ]  # fmt: skip
         kind = get_schedule_class(stages.schedule)
         return kind(
-            made[0] if stages.schedule in ONE_STAGE else made, stages.micro_batches, scale_grads=False,
+            made[0] if stages.schedule in ONE_STAGE else made, self.count, scale_grads=False,
             loss_fn=lambda out, _: out,
         )  # fmt: skip
 
-    def run(self, inputs: list[Any], seed: int) -> torch.Tensor:
-        """Runs all micro-batches. Returns the loss, which is right on the rank of the last stage."""
+    def run(self, inputs: Sequence[Any], begin: Begin, finish: Finish) -> None:
+        """Runs all micro-batches; see `StagedRuntime.run`.
+
+        Args:
+            inputs: positional and keyword arguments of each micro-batch, as DTensors.
+        """
         stages, runtime = self.runtime.stages, self.runtime
-        self.inputs, self.seed, self.losses = inputs, seed, {}
+        self.inputs, self.begin, self.finish = inputs, begin, finish
         numbers = torch.arange(len(inputs))
         own = stages.stages_of(runtime.rank)
         given = [numbers] if 0 in own else []
@@ -148,9 +160,7 @@ class StageCalls:
         else:
             for number in range(len(inputs)):
                 self._run_forward(number)
-        self.inputs = []
-        zero = torch.zeros((), dtype=self.trace.dtype, device=runtime.device)
-        return sum((self.losses[number] for number in sorted(self.losses)), start=zero)
+        self.inputs = ()
 
     def _run_without_data(self) -> None:
         """Runs forward and backward of this rank's stages, without the tensors of other ranks."""
@@ -180,14 +190,14 @@ class StageCalls:
     def run_stage(self, stage: int, received: Sequence[torch.Tensor], number: int) -> Any:
         """Runs one stage for one micro-batch. Returns what the next stage gets, or the loss."""
         runtime = self.runtime
-        torch.manual_seed(stage_seed(self.seed, stage, number))
+        self.begin(stage, number)
         sent = list(self.trace.sent[stage].values())
         values = [self._enter(*both) for both in zip(received, sent, strict=True)] if stage else []
         player = runtime.player = Player(self.trace, stage, values)
         args, kwargs = self.inputs[number]
         try:
             with self._buffers(), runtime.mode, player:
-                out = self.forward(*args, **kwargs)
+                out = runtime.within(*args, **kwargs)
                 out = out if runtime.loss is None else runtime.loss(out)
         except EndOfStage:
             runtime.player = None
@@ -195,9 +205,7 @@ class StageCalls:
             return tuple(self._leave(*both, received) for both in zip(player.outputs(), sent, strict=True))
         finally:
             runtime.player = None
-        loss = (out.full_tensor() if isinstance(out, DTensor) else out) / len(self.inputs)
-        self.losses[number] = loss.detach()
-        return loss
+        return self.finish(number, out).to(self.dtype)
 
     @contextmanager
     def _buffers(self) -> Iterator[None]:

@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from weft.planner.parallelize.containers import map_tensors
 
+READS_DEVICE = torch.Tensor.device.__get__  # not in traces: tensors without data have a property of their own
+
 
 class Event(NamedTuple):
     """A call of a function or of a module, outside of modules that belong to one stage.
@@ -46,7 +48,8 @@ class Trace:
         sent: for each stage, the tensors (without data) that it gets from the stage before; none for the first.
         uses: name of a parameter -> the stages that use the parameter.
         written: name of a buffer -> the last stage that changes the buffer.
-        dtype: dtype of the loss.
+        returns: name of the type of the outputs.
+        dtype: dtype of the outputs if they are a scalar loss; otherwise None.
     """
 
     begins: Sequence[str]
@@ -55,7 +58,8 @@ class Trace:
     sent: list[dict[int, torch.Tensor]] = field(default_factory=list)
     uses: dict[str, set[int]] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
+    returns: str = ""
+    dtype: torch.dtype | None = None
 
 
 class EndOfStage(BaseException):
@@ -116,7 +120,7 @@ class Player(Follow):
         self.values = {key: value for key, value in self.received.items() if key in self.wanted}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.quiet or self.inside:
+        if self.quiet or self.inside or func == READS_DEVICE:
             return func(*args, **(kwargs or {}))
         return self._event(getattr(func, "__name__", ""), lambda: func(*args, **(kwargs or {})))
 

@@ -24,8 +24,8 @@ from weft.errors import UserError
 from weft.planner.parallelize.containers import batch_rows, map_tensors
 from weft.planner.parallelize.mesh import mesh_of
 from weft.planner.parallelize.runtime import Runtime, full_over_dp, wrap
-from weft.planner.parallelize.stage_calls import StageCalls, draw_seed, rows_of_micro_batch
-from weft.planner.parallelize.stage_follow import Player
+from weft.planner.parallelize.stage_calls import Begin, Finish, StageCalls, draw_seed, rows_of_micro_batch, stage_seed
+from weft.planner.parallelize.stage_follow import Player, Trace
 from weft.planner.parallelize.stage_table import Stages, covers
 
 
@@ -39,6 +39,11 @@ class StagedRuntime(Runtime):
         mesh: the devices, or None for all ranks.
         loss: outputs -> loss; None if the module returns its loss.
         tables: see `Runtime`.
+
+    Attributes:
+        aliases: name of a parameter -> all names of the parameter, which may be tied.
+        owners: parameter -> the ranks of the axis `pp` that have it.
+        tied: the parameters of this rank that others of `owners` have too, with the process group of these ranks.
     """
 
     def __init__(
@@ -86,16 +91,17 @@ class StagedRuntime(Runtime):
             self.device = torch.device("meta")
         self.model = model
         self.stages.check(model, self.recompute)
+        self.aliases = _aliases(model)
         super().apply(model, state_dict, without_data, dtype)
-        self.tied = self._tied_parameters(model, self.whole.mesh)
+        self.owners = {parameter: self._owners(name) for name, parameter in model.named_parameters()}
+        self.tied = self._tied_parameters(self.whole.mesh)
         return model
 
-    def _tied_parameters(self, model: nn.Module, ranks: torch.Tensor) -> list[tuple[Any, dist.ProcessGroup]]:
+    def _tied_parameters(self, ranks: torch.Tensor) -> list[tuple[Any, dist.ProcessGroup]]:
         """Returns the parameters of this rank that other stages have too, with the groups of ranks that have them."""
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         found = []
-        for name, parameter in model.named_parameters():
-            owners = tuple(self._owners(name))
+        for parameter, owners in ((one, tuple(owners)) for one, owners in self.owners.items()):
             if len(owners) < 2:
                 continue
             if owners not in groups:
@@ -117,16 +123,6 @@ class StagedRuntime(Runtime):
 
     def _named(self, name: str) -> bool:
         return any(covers(one, name) for names in self.stages.owns for one in names)
-
-    @property
-    def aliases(self) -> Mapping[str, list[str]]:
-        """Name of a parameter -> all names of the parameter, which may be tied."""
-        if not hasattr(self, "_aliases"):
-            by_tensor: dict[Any, list[str]] = {}
-            for name, parameter in self.model.named_parameters(remove_duplicate=False):
-                by_tensor.setdefault(parameter, []).append(name)
-            self._aliases = {name: names for names in by_tensor.values() for name in names}
-        return self._aliases
 
     def _stored(self, name: str, shape: Sequence[int]) -> tuple[DeviceMesh, list[Placement]]:
         owners = self._owners(name)
@@ -197,24 +193,59 @@ class StagedRuntime(Runtime):
                 "rows, or change MICRO_BATCHES in the plan"
             )
         parts = [map_tensors(rows_of_micro_batch(rows, count, number), (args, kwargs)) for number in range(count)]
-        inputs = [self._sharded_inputs(self._all_rows(one), *one) for one in parts]
-        key = _signature(inputs[0]), self.model.training, torch.is_grad_enabled()
-        if key not in self.calls:
-            self.calls[key] = StageCalls(self, forward, self._all_rows(parts[0]), *inputs[0])
-        call = self.calls[key]
+        losses: dict[int, torch.Tensor] = {}
+
+        def finish(number: int, out: torch.Tensor) -> torch.Tensor:
+            loss = (out.full_tensor() if isinstance(out, DTensor) else out) / count
+            losses[number] = loss.detach()
+            return loss
+
         seed = draw_seed()
+
+        def begin(stage: int, number: int) -> None:
+            torch.manual_seed(stage_seed(seed, stage, number))
+
         devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            trace, parameters, gradients = self.run(parts, begin, finish)
+        zero = torch.zeros((), dtype=trace.dtype, device=self.device)
+        loss = sum((losses[number] for number in sorted(losses)), start=zero)
+        dist.broadcast(loss, group=self.group, group_src=self.last)
+        return HandOver.apply(loss.requires_grad_(), gradients, *parameters) if torch.is_grad_enabled() else loss
+
+    def run(
+        self, micro_batches: Sequence[Any], begin: Begin, finish: Finish, *, returns_loss: bool = True
+    ) -> tuple[Trace, list[Any], list[torch.Tensor]]:
+        """Runs forward and backward passes of micro-batches in the order of the schedule; without gradients, forward.
+
+        Args:
+            micro_batches: positional and keyword arguments of the module, of equal shapes, for each micro-batch.
+            begin: called before a stage runs a micro-batch, to seed random numbers.
+            finish: called on the ranks of the last stage with the outputs of a micro-batch as DTensors; returns its
+                loss, from which backward begins.
+            returns_loss: whether the outputs must be a loss.
+
+        Returns:
+            The trace, the parameters of this rank that have gradients, and these gradients.
+        """
+        inputs = [self._sharded_inputs(self._all_rows(one), *one) for one in micro_batches]
+        count, graded = len(inputs), torch.is_grad_enabled()
+        key = _signature(inputs[0]), count, self.model.training, graded, returns_loss
+        if key not in self.calls:
+            self.calls[key] = StageCalls(self, count, self._all_rows(micro_batches[0]), *inputs[0], returns_loss)
+        call = self.calls[key]
         with self._holding():
-            with torch.random.fork_rng(devices):
-                loss = call.run(inputs, seed)
-            parameters, gradients = self._gradients() if torch.is_grad_enabled() else ([], [])
-        dist.broadcast(loss, group=self.group, group_src=self.stages.rank_of(len(self.stages.begins) - 1))
+            call.run(inputs, begin, finish)
+            parameters, gradients = self._gradients() if graded else ([], [])
         buffers = dict(self.model.named_buffers())
         for name, stage in sorted(call.trace.written.items()):
             dist.broadcast(buffers[name], group=self.group, group_src=self.stages.rank_of(stage))
-        if not torch.is_grad_enabled():
-            return loss
-        return HandOver.apply(loss.requires_grad_(), gradients, *parameters)
+        return call.trace, parameters, gradients
+
+    @property
+    def last(self) -> int:
+        """The rank of the axis `pp` that runs the last stage."""
+        return self.stages.rank_of(len(self.stages.begins) - 1)
 
     def _all_rows(self, call: Any) -> int:
         rows = batch_rows(call) or 0
@@ -234,6 +265,13 @@ class HandOver(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> Any:  # type: ignore[override]
         """Returns the stored gradients, scaled by the gradient of the loss."""
         return None, None, *(_scaled(one, scale) for one in ctx.gradients)
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    by_tensor: dict[Any, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(parameter, []).append(name)
+    return {name: names for names in by_tensor.values() for name in names}
 
 
 def _scaled(one: DTensor, scale: torch.Tensor) -> DTensor:

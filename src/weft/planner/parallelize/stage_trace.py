@@ -153,7 +153,7 @@ def trace_stages(
         dtype: dtype of the parameters in the computation.
 
     Raises:
-        UserError: the forward does not call the modules in this order, or returns no loss.
+        UserError: the forward does not call the modules in this order.
     """
     trace = Trace(tuple(begins), spanning_modules(begins))
     with FakeTensorMode(allow_non_fake_inputs=True), _without_data(model, dtype) as names, torch.enable_grad():
@@ -179,12 +179,9 @@ def trace_stages(
             f"stages: the forward does not call {begins[recorder.stage + 1]!r} after {begins[recorder.stage]!r}; name "
             "the modules in the order in which the forward calls them"
         )
-    if not isinstance(out, torch.Tensor) or out.dim() or not out.is_floating_point():
-        raise UserError(
-            f"stages: {type(model).__name__} returns {type(out).__name__} instead of a scalar loss; return the loss "
-            "alone, or give apply loss=, a function of the outputs"
-        )
-    trace.dtype = out.dtype
+    if isinstance(out, torch.Tensor) and not out.dim() and out.is_floating_point():
+        trace.dtype = out.dtype
+    trace.returns = type(out).__name__
     return trace
 
 
