@@ -1,6 +1,7 @@
 """weft plan: its output, the file it writes, and what is wrong with its input."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -73,6 +74,24 @@ def test_the_written_file_is_the_plan(weft, tmp_path):
     code, _, err = weft(*PLAN, "--apply", "run.yaml")
     assert (code, (tmp_path / "run.yaml").read_text()) == (2, RUN)
     assert "run.yaml: this file exists and is not a plan" in err
+
+
+def test_a_mesh_that_is_kept_may_not_fit(weft):
+    code, out, _ = weft(*PLAN, "--keep-mesh", "model.preset=llama3.1-70b", "parallel.tp=4", "parallel.zero_stage=null")
+    assert code == 0
+    assert "(a100-sxm), bfloat16\n" in out
+    assert re.search(r"\n  does not fit: .*GB too much\n", out)
+    assert "does not fit" not in weft(*PLAN, "--keep-mesh")[1]
+
+
+def test_without_memory_of_the_host_the_remedies_are_of_the_host(weft):
+    code, _, err = weft(*PLAN, "model.preset=llama3.1-405b", "data.sequence_length=256", "--hardware", "b200")
+    assert code == 2
+    assert "needs more host memory for offloading" in err
+    # Parameters, gradients and two states of AdamW in float32, for 405B less the words that the vocabulary lacks.
+    assert "in all, 6.443 TB" in err
+    assert "32 devices or more, on 4 hosts" in err
+    assert err.count("(5)") == 1
 
 
 def test_keep_mesh_predicts_the_file_itself(weft):

@@ -10,9 +10,11 @@ from planner_hardware import ideal
 from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.kernels.cross_entropy import KEPT_ELEMENTS
+from weft.parallel.gradients import reduction
 from weft.planner.communication import Group, Links, mesh_groups
 from weft.planner.compute import Costs
 from weft.planner.hardware import load_hardware
+from weft.planner.reduction import SHARE, with_reduction
 from weft.planner.step import predict
 from weft.planner.work import KEPT_LOGITS, Matmul, Stack, Work
 
@@ -324,3 +326,20 @@ def test_a_cpu_adds_the_time_to_start_operations():
     assert slow_gpu.forward == pytest.approx(10e-3)
     assert cpu.forward == pytest.approx(gpu.forward + 100e-6)
     assert cpu.backward == pytest.approx(gpu.backward + 200e-6)
+
+
+def test_gradients_stay_unsharded_where_they_need_little_memory(run):
+    """As a run decides if neither `reduce_gradients` nor `zero_stage` is set."""
+    assert SHARE == reduction.SHARE  # a copy
+    parameters = 8 * (4 * 1024**2 + 2 * 1024 * 4096 + 2 * 1024) + (2 * 64 + 1) * 1024
+    config = run(2, "parallel.dp_shard=2")
+    for memory_gb, how in ((parameters * 16.1e-9, "last"), (parameters * 15.9e-9, "every")):
+        machine = ideal([{"name": "link", "latency_us": 1.0, "bandwidth_gb_s": 1.0}])
+        machine = machine.model_copy(update={"device": machine.device.model_copy(update={"memory_gb": memory_gb})})
+        assert with_reduction(config, 2, machine).parallel.reduce_gradients == how
+        chosen = run(2, "parallel.dp_shard=2", f"parallel.reduce_gradients={how}")
+        other = run(2, "parallel.dp_shard=2", f"parallel.reduce_gradients={'last' if how == 'every' else 'every'}")
+        seconds = [predict(one, 2, machine).step_seconds for one in (config, chosen, other)]
+        assert seconds[0] == seconds[1] != seconds[2]
+    for words in (["parallel.pp=2"], ["parallel={dp_replicate: 2, dp_shard: 1}"], ["parallel.zero_stage=2"]):
+        assert with_reduction(run(2, *words), 2, machine).parallel.reduce_gradients is None

@@ -163,11 +163,13 @@ def print_text(
 ) -> None:
     """Prints the plans for people."""
     from weft.formatting import counted
+    from weft.planner.plan import plan_dtype
     from weft.planner.plan_text import plans_text
     from weft.planner.simulate_plan import simulated_text
 
     best = plans.best[0]
     title = f"{args.file} on {counted(best.devices, 'device')}: {best.hardware.device.name} ({args.hardware})"
+    title += f", {plan_dtype(best)}"
     if plans.considered:
         title += f"; {plans.considered:,} plans considered, {plans.predicted:,} predicted"
     print(plans_text(plans, title, best.hardware))
@@ -184,7 +186,9 @@ def print_text(
 
 
 def _days(days: float | None) -> str:
-    return "no plan fits" if days is None else f"{days:,.4g}"
+    from weft.planner.plan_text import days_text
+
+    return "no plan fits" if days is None else days_text(days)
 
 
 def write_picture(args: argparse.Namespace, plans: RunPlans, config: RunConfig, hardware: Hardware) -> None:

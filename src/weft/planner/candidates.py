@@ -243,10 +243,12 @@ class MeshSpace:
         """
         layout, mesh = candidate.layout, candidate.mesh
         default = 2 if candidate.schedule in SEVERAL_STAGES else 1
+        chosen = layout.pp == 1 and layout.count > 1 and mesh.fsdp > 1  # else a run has no choice
+        reduction = "every" if candidate.every else "last" if chosen else None
         changes: dict[str, Any] = {
             **mesh.sizes,
             "reshard_after_forward": candidate.reshard,
-            "reduce_gradients": "every" if candidate.every else None,
+            "reduce_gradients": reduction,
             "offload": candidate.offload,
             "async_tp": self.config.parallel.async_tp and mesh.tp > 1,
             "cp_method": layout.work.method,

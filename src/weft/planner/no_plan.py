@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from weft.config.derive import batch_sequences, sequence_length
+from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.formatting import byte_size, counted
 from weft.planner.candidates import MeshSpace
 from weft.planner.hardware import Hardware, hardware_names, load_hardware
-from weft.planner.memory import memory_of
+from weft.planner.memory import STATES, memory_of
 from weft.planner.plan import RunPlan, capacity, needed_bytes
 
 
@@ -56,11 +58,12 @@ def nothing_fits(nearest: Sequence[RunPlan], hardware: Hardware) -> NoPlan:
     parts = sorted(plan.memory.parts().items(), key=lambda one: -one[1])[:3]
     largest = ", ".join(f"{name} {byte_size(size)}" for name, size in parts)
     where = f"{counted(plan.devices, 'device')} of {byte_size(capacity(hardware))} ({hardware.device.name})"
-    if plan.excess > 0:
-        what = f"needs {byte_size(plan.memory.total)} per rank, {byte_size(plan.excess)} too much ({largest})"
-    else:
+    if fits_device := plan.excess <= 0:
         what = f"needs more host memory for offloading than {hardware.host.memory_gb:g} GB"
-    remedies = "; ".join(f"({number}) {text}" for number, text in enumerate(_remedies(plan, hardware), 1))
+    else:
+        what = f"needs {byte_size(plan.memory.total)} per rank, {byte_size(plan.excess)} too much ({largest})"
+    found = _host_remedies(plan, hardware) if fits_device else _remedies(plan, hardware)
+    remedies = "; ".join(f"({number}) {text}" for number, text in enumerate(found, 1))
     return NoPlan(f"no plan fits {where}: the nearest, {describe(plan)}, {what}; remedies by cost: {remedies}")
 
 
@@ -94,6 +97,22 @@ def _remedies(plan: RunPlan, hardware: Hardware) -> list[str]:
     return found[:5]
 
 
+def _host_remedies(plan: RunPlan, hardware: Hardware) -> list[str]:
+    """Returns five changes for a plan that lacks memory of the host, from cheap to expensive."""
+    model, states = plan.config.model, STATES.get(plan.config.optimizer.type, 2)
+    assert isinstance(model, ModelSection)
+    copies = states if plan.config.parallel.offload == "optimizer" else states + 2  # with parameters and gradients
+    needed = 4 * copies * model.size().parameters
+    hosts = max(2, math.ceil(needed / (hardware.host.memory_gb * 1e9)))
+    return [
+        "an adapter in place of all weights (adapter: {r: 16})",
+        "an optimizer with less state (optimizer: {type: muon})",
+        f"hosts with more memory: in all, {byte_size(needed)} (host.memory_gb of the hardware file)",
+        f"{counted(max(2 * plan.devices, hosts * hardware.node), 'device')} or more, on {hosts} hosts",
+        "a smaller model",
+    ]
+
+
 def _with_more_devices(plan: RunPlan, hardware: Hardware) -> str:
     devices = plan.devices
     for _ in range(10):
@@ -114,5 +133,6 @@ def _devices() -> list[tuple[float, str]]:
 
 def _larger_device(plan: RunPlan, hardware: Hardware) -> str | None:
     needed = max(one.total for one in memory_of(plan.config, plan.devices))
-    name = next((name for memory, name in _devices() if memory * 1e9 >= needed), None)
+    larger = max(needed, capacity(hardware) + 1)
+    name = next((name for memory, name in _devices() if memory * 1e9 >= larger), None)
     return None if name is None or hardware.device.kind == "cpu" else f"--hardware {name} or another larger device"

@@ -13,6 +13,7 @@ from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.planner.hardware import Hardware
 from weft.planner.memory import Memory, memory_of
+from weft.planner.reduction import with_reduction
 from weft.planner.step import Prediction, predict
 from weft.planner.units import compute_dtype
 
@@ -185,6 +186,7 @@ def plan_dtype(plan: RunPlan) -> str:
 def memory_on(config: RunConfig, devices: int, hardware: Hardware, *, only: int | None = None) -> list[Memory]:
     """Returns the memory of a rank of each pipeline rank (see `memory_of`) on a device of a hardware file."""
     dtype = compute_dtype(config.training.dtype, hardware)
+    config = with_reduction(config, devices, hardware)
     return memory_of(config, devices, dtype=dtype, cpu=hardware.device.kind == "cpu", only=only)
 
 
@@ -199,5 +201,6 @@ def plan_of(config: RunConfig, devices: int, hardware: Hardware) -> RunPlan:
     Raises:
         UserError: the run cannot be predicted, or its mesh is not legal.
     """
+    config = with_reduction(config, devices, hardware)
     ranks = memory_on(config, devices, hardware)
     return RunPlan(config, devices, hardware, predict(config, devices, hardware), ranks)

@@ -50,8 +50,13 @@ def _row(number: int, plan: RunPlan) -> list[str]:
         timing(predicted.step_seconds),
         amount(round(predicted.tokens_per_second)),
         f"{predicted.mfu:.1%}",
-        f"{costs['days']:,.4g}" if costs else "-",
+        days_text(costs["days"]) if costs else "-",
     ]
+
+
+def days_text(days: float) -> str:
+    """Returns a number of days with four digits, and at least all of its integer part."""
+    return f"{days:,.0f}" if days >= 1000 else f"{days:.4g}"
 
 
 def _short(value: Any) -> str:
@@ -70,11 +75,15 @@ def _details(plan: RunPlan, hardware: Hardware) -> list[str]:
     lines.append(
         f"  memory      {byte_size(plan.memory.total)} of {hardware.device.memory_gb:g} GB ({used:.0%}{where})"
     )
+    if plan.excess > 0:
+        lines.append(f"  does not fit: {byte_size(plan.excess)} too much")
     lines += _parts(plan.memory.parts(), byte_size)
     lines.append(f"  step        {timing(predicted.step_seconds)}, {predicted.samples_per_second:,.4g} sequences/s")
     lines += _parts({part_name(name): value for name, value in predicted.parts.items()}, timing)
     if costs:
-        run = f"{counted(plan.steps or 0, 'step')}, {costs['days']:,.4g} days, {amount(round(costs['gpu_hours']))}"
+        run = (
+            f"{counted(plan.steps or 0, 'step')}, {days_text(costs['days'])} days, {amount(round(costs['gpu_hours']))}"
+        )
         price = f", price {costs['price']:,.0f}" if "price" in costs else ""
         lines.append(f"  run         {run} device-hours, {costs['energy_mwh']:,.4g} MWh of the devices{price}")
     return lines

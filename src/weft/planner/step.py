@@ -19,6 +19,7 @@ from weft.parallel.stages import stages_of_rank
 from weft.planner.fsdp_passes import FsdpPasses
 from weft.planner.hardware import Hardware
 from weft.planner.pipeline import simulate_pipeline
+from weft.planner.reduction import with_reduction
 from weft.planner.timeline import Event, Parts, Timeline
 from weft.planner.units import Job, Stage
 from weft.planner.work import Stack
@@ -68,6 +69,7 @@ def predict(config: RunConfig, devices: int, hardware: Hardware, *, stack: Stack
     Raises:
         UserError: the run cannot be predicted (see `Job`).
     """
+    config = with_reduction(config, devices, hardware)
     job = Job(config, devices, hardware, stack)
     stages = job.stages()
     parts, events = _one_stage(job, stages[0]) if len(stages) == 1 else simulate_pipeline(job, stages)
