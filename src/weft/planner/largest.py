@@ -132,10 +132,7 @@ def _sequences(config: RunConfig, devices: int) -> Change:
 def _models(config: RunConfig, devices: int) -> Change:
     model = config.model
     if not isinstance(model, ModelSection):
-        raise UserError(
-            f"model.type: {model.type}, but plans are for the built-in decoder; set "
-            "type: decoder, or plan the module with weft parallelize"
-        )
+        raise UserError(f"model.type: {model.type}, but plans are for type: decoder; use weft parallelize")
     mesh, heads, groups = mesh_shape(config.parallel, devices), model.num_attention_heads, model.kv_heads
     counted = groups if groups > 1 else heads  # a single key/value head stays one
     unit = mesh.tp if counted % mesh.tp == 0 else counted

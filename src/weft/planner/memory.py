@@ -129,10 +129,7 @@ class _Ranks:
     def __init__(self, config: RunConfig, devices: int, dtype: str | None, *, cpu: bool, chunks: bool):
         model, training, self.parallel = config.model, config.training, config.parallel
         if not isinstance(model, ModelSection):
-            raise UserError(
-                f"model.type: {model.type}, but plans are for the built-in decoder; set "
-                "type: decoder, or plan the module with weft parallelize"
-            )
+            raise UserError(f"model.type: {model.type}, but plans are for type: decoder; use weft parallelize")
         if model.vocab_size is None:
             raise UserError("model.vocab_size: not known without a tokenizer; set it for the plan")
         self.model, self.cpu, self.mesh = model, cpu, mesh_shape(config.parallel, devices)

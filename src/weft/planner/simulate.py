@@ -76,10 +76,7 @@ def simulate_rank(config: RunConfig, devices: int, rank: int = 0, *, chunks: boo
     """
     section = config.model
     if not isinstance(section, ModelSection):
-        raise UserError(
-            f"model.type: {section.type}, but plans are for the built-in decoder; set "
-            "type: decoder, or plan the module with weft parallelize"
-        )
+        raise UserError(f"model.type: {section.type}, but plans are for type: decoder; use weft parallelize")
     if config.objective.type != "pretrain":
         raise UserError(f"objective.type: {config.objective.type}, but memory is simulated for pretrain only")
     if config.parallel.offload != "none":  # a simulated rank is a CPU: its state would count as the device's

@@ -123,10 +123,7 @@ class Job:
 
     def __init__(self, config: RunConfig, devices: int, hardware: Hardware, stack: Stack | None = None):
         if not isinstance(config.model, ModelSection):
-            raise UserError(
-                f"model.type: {config.model.type}, but plans are for the built-in decoder; set "
-                "type: decoder, or plan the module with weft parallelize"
-            )
+            raise UserError(f"model.type: {config.model.type}, but plans are for type: decoder; use weft parallelize")
         self.config, self.hardware, self.stack = config, hardware, stack or Stack()
         self.model, self.parallel, self.training = config.model, config.parallel, config.training
         if config.model.vocab_size is None:
