@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from generation_parts import pieces, refused, sharded
+from running import metrics  # pyright: ignore[reportMissingImports]
 
 import weft
 from weft.config.model import ModelSection
@@ -15,7 +16,7 @@ from weft.models.build import build_model
 from weft.models.initialize import initialize
 
 sys.path.append(str(Path(__file__).parent.parent / "checkpoint"))
-from checkpoint_cases import write
+from checkpoint_cases import write  # pyright: ignore[reportMissingImports]
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -93,13 +94,29 @@ def test_the_command_prints_what_one_process_prints(tmp_path, tiny_tokenizer):
     assert (wrong.returncode, wrong.stderr.count("top_p is 7")) == (2, 1)
 
 
-@pytest.mark.matrix
-def test_samples_of_a_sharded_run_are_those_of_one_process(runner, run_yaml, tmp_path, tiny_heldout):
-    texts = []
-    for name, mesh, ranks in (("one", {}, 1), ("two", {"tp": 2, "dp_shard": 2}, 4)):
+MESHES = [
+    {"pp": 2, "cp": 2, "cp_method": "all_to_all"},
+    *(
+        pytest.param(mesh, marks=pytest.mark.matrix)
+        for mesh in (
+            {"tp": 2, "dp_shard": 2},
+            {"cp": 2, "tp": 2, "cp_method": "all_gather"},
+            {"cp": 2, "dp_shard": 2, "cp_method": "ring"},
+            {"pp": 2, "tp": 2, "pp_schedule": "zbv_zero_bubble"},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_samples_of_a_sharded_run_are_those_of_one_process(runner, run_yaml, tmp_path, tiny_heldout, mesh):
+    """And training goes on as if none had been written."""
+    texts, losses = [], []
+    for name, parallel, ranks in (("one", {}, 1), ("sharded", mesh, 4)):
         file = run_yaml(
             run={"name": name},
-            parallel=mesh,
+            model={"num_hidden_layers": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
+            parallel=parallel,
             samples={"prompts": ["Ka", "Kalo mi ren"], "max_new_tokens": 7, "temperature": 0.0},
             data={"validation": str(tiny_heldout)},
             training={"steps": 4, "batch_tokens": 512, "dtype": "float64"},
@@ -109,5 +126,7 @@ def test_samples_of_a_sharded_run_are_those_of_one_process(runner, run_yaml, tmp
         runner.pool.run(file, ranks, fresh=True, seconds=120)
         lines = (tmp_path / "runs" / name / "samples.jsonl").read_text().splitlines()
         texts.append([line.split('"samples"')[-1] for line in lines])
+        losses.append([line["loss"] for line in metrics(tmp_path / "runs" / name)])
     assert len(texts[0]) >= 2
     assert texts[0] == texts[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0, abs=1e-9)

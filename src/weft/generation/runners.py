@@ -121,7 +121,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def inference(model: nn.Module) -> Iterator[None]:
     """Context in which a model is in eval mode and gradients are disabled."""
     # FSDP keeps the parameters that it all-gathers, and training cannot use tensors created in inference mode.
-    sharded = hasattr(model, "unshard")
+    sharded = hasattr(model, "unshard") or hasattr(model, "stages")  # or its pipeline stages
     # Layers compiled for training have fixed shapes, but in generation every step has another shape.
     # Without the compiler, no layer is compiled. Importing it on a CPU would delay the first answer by 0.6 s.
     cpu = next(model.parameters()).device.type == "cpu"

@@ -34,7 +34,7 @@ from weft.parallel.adapter import adapt, fill_adapter
 from weft.parallel.axes.context import shard_over_cp
 from weft.parallel.axes.expert import shard_over_ep
 from weft.parallel.axes.fsdp import MeshParameters, raise_if_shared, replicate_scalars, shard_over_data
-from weft.parallel.axes.pipeline import Stages, build_local_stages
+from weft.parallel.axes.local_stages import Stages, build_local_stages
 from weft.parallel.axes.single_rank import SingleRankParameters, cast_outputs, is_single_rank, place_on_rank
 from weft.parallel.axes.tensor import shard_over_tp
 from weft.parallel.gradients.buckets import ReplicaSums

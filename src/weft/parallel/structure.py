@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.config.mesh import mesh_shape
 from weft.parallel.apply import assemble
-from weft.parallel.axes.pipeline import Stages
+from weft.parallel.axes.local_stages import Stages
 from weft.parallel.local_parameters import local
 from weft.parallel.memory.estimate import MemoryEstimate, estimate_memory
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks, state_of

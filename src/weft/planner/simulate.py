@@ -21,7 +21,8 @@ from weft.kernels.cross_entropy import CHUNK_ELEMENTS, KEPT_ELEMENTS
 from weft.models.roles import parameter_roles
 from weft.optim.parameter_groups import parameter_groups
 from weft.parallel.apply import assemble
-from weft.parallel.axes.pipeline import Stages, passes_of
+from weft.parallel.axes.local_stages import Stages
+from weft.parallel.axes.pipeline import passes_of
 from weft.parallel.gradients.clip import clip_gradients
 from weft.parallel.local_parameters import local
 from weft.parallel.model_state import model_plan

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
-from weft.config.model import ModelSection
-from weft.config.transformers_model import TransformersModelSection
+from weft.config.model import CustomModelSection
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
 from weft.generation.cache import BLOCK
@@ -17,6 +17,7 @@ from weft.generation.settings import Sampling
 from weft.generation.text import generate_ids
 from weft.observe.status import LONG, doing
 from weft.parallel.full_model import gather_full_model
+from weft.parallel.model_state import state_of
 from weft.train.auto_settings import DTYPES
 from weft.train.job import Job
 from weft.train.recorder import Recorder
@@ -48,24 +49,24 @@ class Sampler:
     def write(self, step: int, recorder: Recorder) -> None:
         """Generates and records a continuation of each prompt. Warns if the model's logits are not finite.
 
-        All ranks generate with the sharded model if the mesh is only data-parallel, if the model is a Transformers
-        model, or if a built-in decoder is sharded over `tp`. Otherwise only the first rank generates, with a full copy
-        of the model.
+        All ranks generate with the sharded model; under `cp`, each with full sequences. A custom model
+        that is sharded over `tp` or `pp` is run by the first rank alone, with a full copy of the model.
         """
         if self.tokenizer is None:
             return
         doing(f"step {step:,}, writing samples", "samples", LONG)
         config, model, shape = self.job.config, self.model, self.job.world.shape
-        tp = 1 if isinstance(config.model, ModelSection) else shape.tp  # the engine runs decoders that `tp` shards
-        if shape.pp * shape.cp * tp > 1 and not isinstance(config.model, TransformersModelSection):
+        if shape.pp * shape.cp * shape.tp > 1 and isinstance(config.model, CustomModelSection):
             model = gather_full_model(model, config.model, self.job.world, DTYPES[config.training.dtype])
             if model is None:
                 return
         stop_ids = frozenset([self.tokenizer.eod_id])
         # The size of the cache must not depend on the memory of each rank, because all ranks make the same steps.
         room = sum(len(prompt.ids) + self.sampling.max_new_tokens + BLOCK for prompt in self.prompts)
+        shard = None if (state := state_of(model)) is None else state.sequence_shard
         try:
-            ids = generate_ids(model, self.prompts, self.sampling, stop_ids=stop_ids, max_cache_tokens=room)
+            with nullcontext() if shard is None else shard.full_sequences():
+                ids = generate_ids(model, self.prompts, self.sampling, stop_ids=stop_ids, max_cache_tokens=room)
         except UserError as error:  # logits that are not finite are no reason to end the training
             recorder.warn_once(f"no samples at step {step}: {error.what}")
             return

@@ -13,7 +13,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +37,8 @@ from weft.parallel import collectives
 from weft.parallel.axes.ring import ring_attention, ring_usable
 from weft.parallel.model_state import ModelState
 from weft.parallel.randomness import WeightsDropout, draw_full_sequence
+
+_ABSENT = object()
 
 
 def choose_method(config: ModelSection, method: str, cp: int, tp: int) -> str:
@@ -81,6 +84,8 @@ class SequenceShard:
         self.config, self.group, self.method = config, group, method
         self.needs_lengths = rotary_depends_on_length(config.rope_scaling)
         self.by_document = False  # whether attention is within documents, in the current batch
+        # The attributes of each module that `apply` changed, and the values that they had before.
+        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def positions(self, seq: int, by_document: bool, device: torch.device, rank: int | None = None) -> torch.Tensor:
         """Returns the positions of a rank's tokens in a sequence of `seq` tokens, int64 `[seq / ranks]`.
@@ -146,6 +151,7 @@ class SequenceShard:
 
     def apply(self, model: Decoder, state: ModelState) -> None:
         """Makes masks, attention, dropout and routers of a decoder work with this rank's shard of each sequence."""
+        before = [(vars(module), dict(vars(module))) for module in model.modules()]
         masks = self._full_masks if self.method == "all_to_all" else self._query_masks
         state.fill(model, "masks", "cp: masks of full sequences", partial(masks, model, model.masks))
         if self.method == "all_to_all":
@@ -159,6 +165,23 @@ class SequenceShard:
                 state.fill(module, "sum_over_sequence", "cp: all-reduce", all_reduce)
                 state.fill(module, "on_full_sequence", "cp: all-gather the chosen experts", self._on_full_sequence)
                 module.sequence_shards = self.group.size()
+        for now, old in before:
+            changed = {name: old.get(name, _ABSENT) for name in now if now[name] is not old.get(name, _ABSENT)}
+            self._before += [(now, changed)] * bool(changed)
+
+    @contextmanager
+    def full_sequences(self) -> Iterator[None]:
+        """Context in which each rank computes full sequences, and nothing is sent over `cp`: for generation."""
+        now = [{name: attributes[name] for name in old} for attributes, old in self._before]
+        for attributes, old in self._before:
+            attributes.update(old)
+            for name in [name for name, value in old.items() if value is _ABSENT]:
+                del attributes[name]
+        try:
+            yield
+        finally:
+            for (attributes, _), values in zip(self._before, now, strict=True):
+                attributes.update(values)
 
     def _wrap_attention(self, module: CoreAttention, state: ModelState) -> None:
         if self.method == "all_to_all":

@@ -18,16 +18,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from weft.config.mesh import SEVERAL_STAGES, ParallelSection
-from weft.config.model import ModelSection
 from weft.data.batches.batch import Batch
-from weft.models.decoder import Decoder
 from weft.models.forward import return_normalizers
 from weft.observe.status import alive
+from weft.parallel.axes.local_stages import Stages, embeds_at_end
 from weft.parallel.local_parameters import local
 from weft.parallel.model_state import state_of
 from weft.parallel.objective import Objective, Totals
 from weft.parallel.passes import FrozenModel, Passes, check_no_compute
-from weft.parallel.stages import rank_of_stage, stage_ranges, stages_of_rank
+from weft.parallel.stages import rank_of_stage
 from weft.parallel.world import World
 
 SCHEDULES = {
@@ -39,70 +38,6 @@ SCHEDULES = {
     "zbv_zero_bubble": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-
-
-def build_local_stages(
-    section: ModelSection, parallel: ParallelSection, world: World, sequence: int, dtype: torch.dtype
-) -> dict[int, Decoder]:
-    """Builds this rank's pipeline stages on the current default device. Returns stage index -> stage.
-
-    Args:
-        section: configuration of the full model.
-        sequence: number of tokens per sequence, to balance the cost of attention.
-        dtype: dtype of the stages' computation.
-    """
-    ranges = stage_ranges(section, parallel.model_copy(update={"pp": world.shape.pp}), sequence)
-    stages = {}
-    for number in stages_of_rank(parallel, world.axis_rank("pp"), world.shape.pp):
-        stage = Decoder(section)
-        stage.begins, stage.ends, stage.dtype = number == 0, number == len(ranges) - 1, dtype
-        for layer in range(section.all_layers):
-            if layer not in ranges[number] and not (stage.ends and layer >= section.num_hidden_layers):
-                setattr(stage.layers, str(layer), None)
-        removed = [] if stage.begins else ["embed_positions"]
-        if not stage.begins and not (stage.ends and embeds_at_end(section)):
-            removed.append("embed_tokens")
-        for name in removed if stage.ends else [*removed, "norm", "lm_head", "score"]:
-            setattr(stage, name, None)
-        stages[number] = stage
-    return stages
-
-
-def embeds_at_end(section: ModelSection) -> bool:
-    """Whether the last stage needs the embedding: as its head, or for multi-token prediction layers."""
-    return section.tie_word_embeddings or section.num_nextn_predict_layers > 0
-
-
-class Stages(Decoder):
-    """A module that contains this rank's pipeline stages. Parameters have the names of the full model.
-
-    It cannot be called: a schedule calls the stages. The embedding matrix is a parameter of the first stage. If the
-    last stage has a copy of the matrix (`embeds_at_end`), the copy is not a parameter of this module.
-    """
-
-    def __init__(self, stages: Mapping[int, nn.Module]):
-        nn.Module.__init__(self)
-        decoders = [stage for stage in stages.values() if isinstance(stage, Decoder)]
-        self.config, self.dtype = decoders[0].config, decoders[0].dtype
-        self.stages = dict(zip(stages, decoders, strict=True))
-        self.begins = any(stage.begins for stage in decoders)
-        self.ends = any(stage.ends for stage in decoders)
-        for name in ("embed_tokens", "embed_positions", "norm", "lm_head", "score"):
-            owners = [stage for stage in decoders if stage.begins] if name == "embed_tokens" else decoders
-            setattr(self, name, next((m for stage in owners if (m := getattr(stage, name)) is not None), None))
-        layers: Any = zip(*(stage.layers for stage in decoders), strict=True)
-        own: list[Any] = [next((layer for layer in copies if layer is not None), None) for copies in layers]
-        self.layers = nn.ModuleList(own)
-
-    def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        raise RuntimeError("internal error: `Stages` was called, but only a pipeline schedule may call the stages")
-
-    def train(self, mode: bool = True) -> Stages:
-        """Sets this module and its stages to training or evaluation mode."""
-        super().train(mode)
-        for stage in self.stages.values():
-            stage.train(mode)
-        return self
 
 
 class PipelinePasses(Passes):
@@ -126,7 +61,7 @@ class PipelinePasses(Passes):
         sends_compute = parallel.pp_residual == "compute" and model.dtype is not None
         self.hidden_dtype: Any = model.dtype if sends_compute else self.output_dtype
         self.schedules: dict[tuple, Any] = {}
-        self.tied_head = TiedHead(model, world, parallel)
+        self.tied_head, model.run = TiedHead(model, world, parallel), self.logits
         for stage in self.stages.values():
             stage.register_forward_pre_hook(self._add_inputs, with_kwargs=True)
             if not stage.ends:
@@ -183,11 +118,21 @@ class PipelinePasses(Passes):
             function, size = inputs.get("logits_function"), self.model.config.vocab_size or 0
             none = torch.empty(0, size, dtype=dtype, device=self.world.device)
             shape = (*shard.tokens.shape, *(none if function is None else function(none, slice(0, 0))).shape[1:])
-        outputs = found.to(dtype) if self.model.ends else torch.empty(shape, dtype=dtype, device=self.world.device)
+        return self._broadcast(found, shape)
+
+    def logits(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Returns the logits of the tokens `logits_to_keep` of full sequences, on all ranks of the pipeline."""
+        shape = (len(inputs["tokens"]), len(inputs["logits_to_keep"]), self.model.config.vocab_size or 0)
+        return self._broadcast(self._run_stages(inputs), shape)
+
+    def _broadcast(self, found: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns what the last stage found, of this shape and in `output_dtype`, on all ranks."""
+        dtype, device = self.output_dtype, self.world.device
+        outputs = found.to(dtype) if self.model.ends else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(outputs.contiguous(), group=self.group, group_src=self.tied_head.last)
         return outputs
 
-    def _run_stages(self, inputs: dict[str, Any], shard: Batch) -> torch.Tensor:
+    def _run_stages(self, inputs: dict[str, Any], shard: Any = None) -> torch.Tensor:
         """Runs a batch through all stages. The result is the model's outputs only on the rank of the last stage."""
         self.inputs, self.seed = [(inputs, shard)], None
         number, x = torch.zeros(1, dtype=torch.int64), inputs["tokens"]
@@ -197,7 +142,7 @@ class PipelinePasses(Passes):
                 if self.group.rank() == previous:
                     dist.send(x.contiguous(), group=self.group, group_dst=rank)
                 else:
-                    x = self._empty_hidden(len(shard.tokens), shard.tokens.shape[1], self.world.device)
+                    x = self._empty_hidden(*inputs["tokens"].shape, self.world.device)
                     dist.recv(x, group=self.group, group_src=previous)
             if stage in self.stages:
                 x = self.stages[stage](x, number=number)
