@@ -80,6 +80,20 @@ def test_values_can_be_narrower_than_keys():
         assert error(mine, right) < 0.006
 
 
+def test_documents_are_computed_apart():
+    """Short ones in batches, with padding, and long ones one by one."""
+    given = tensors(seq=460)
+    lengths = torch.tensor([200, 1, 30, 33, 196])
+    segments = torch.arange(5).repeat_interleave(lengths).expand(2, -1).contiguous()
+    apart = segments[:, None, :, None] == segments[:, None, None, :]
+    mask = apart & torch.ones(460, 460, dtype=torch.bool).tril()
+    expected = results(lambda *x: F.scaled_dot_product_attention(*x, attn_mask=mask), given, dtype=torch.float64)
+    found = results(lambda *x: attention(*x, causal=True, mask=segments), given)
+    for mine, right in zip(found, expected, strict=True):
+        assert error(mine, right) < 0.007
+    assert OPERATOR in operators(lambda: attention(*given[:3], causal=True, mask=segments))
+
+
 def test_later_tokens_do_not_change_earlier_results():
     q, k, v, _ = tensors(seq=200)
     before = attention(q, k, v, causal=True)
@@ -108,7 +122,6 @@ def test_it_computes_causal_attention_in_bfloat16_only():
         lambda: attention(q.float(), k.float(), v.float(), causal=True),
         lambda: attention(q[:, :, -1:], k, v, causal=True),  # a step of generation with a KV cache
         lambda: attention(q[:, :, -9:], k, v, causal=True),
-        lambda: attention(q, k, v, causal=True, mask=torch.zeros(2, 40, dtype=torch.int64)),
         lambda: attention(q, k, v, causal=True, scores=Scores(softcap=20.0)),
     ]
     assert not any(OPERATOR in operators(one) for one in others)

@@ -6,12 +6,14 @@ index. If an index occurs again after other indices, it stands for another docum
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from weft.kernels.blocked_attention import blocked_attention, blocked_attention_backward, fits
 from weft.torch_private import flash_cpu, flash_cpu_backward
 
 if TYPE_CHECKING:
@@ -97,10 +99,10 @@ def _block_lists(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # --- CPU kernel. No CPU kernel skips masked blocks, so long documents are computed one by one, and short documents in
 # batches. It is a custom operator: compiled code sees one call and no document lengths, which change with every batch.
 
-# Up to this length, copying documents into a batch is cheaper than one call per document. The batch is computed in
-# float32, because small bfloat16 matrix products are slow. Times for 4,096 tokens in bfloat16 and in float32 (8 heads
-# of 64, one thread, AMX): documents of 16 tokens 176 and 42 ms, of 128 tokens 120 and 77 ms, of 256 tokens 80 and 96
-# ms, of 2,048 tokens 235 and 322 ms.
+# Up to this length, copying documents into a batch is cheaper than one call per document. For the flash kernel, the
+# batch is in float32, because its small bfloat16 matrix products are slow. Times of that kernel for 4,096 tokens in
+# bfloat16 and in float32 (8 heads of 64, one thread, AMX): documents of 16 tokens 176 and 42 ms, of 128 tokens 120 and
+# 77 ms, of 256 tokens 80 and 96 ms, of 2,048 tokens 235 and 322 ms.
 SHORT = 180
 
 _SIGNATURE = "(Tensor q, Tensor k, Tensor v, Tensor segments, float? scale) -> (Tensor, Tensor)"
@@ -124,16 +126,16 @@ def document_attention(q, k, v, segments, scale):
         heads, seq]`.
     """
     (out, out_tokens), (lse, lse_tokens) = _empty(q), _empty_lse(q)
-    settings = {"dropout_p": 0.0, "is_causal": True, "scale": scale}
+    forward, _, dtype = _kernels(q, lse, scale)
     starts, lengths = _documents(segments)
     for document in _long_documents(starts, lengths, segments.shape[1]):
-        out[document], lse[document] = flash_cpu(q[document], k[document], v[document], **settings)
+        out[document], lse[document] = forward(q[document], k[document], v[document])
     flat = [_flatten_tokens(x) for x in (q, k, v)]
     for sources, targets, _ in _short_documents(starts, lengths):
-        padded = (x[sources].to(lse.dtype).transpose(1, 2) for x in flat)  # [documents, heads, longest, head_dim]
-        batch_out, batch_lse = flash_cpu(*padded, **settings)
+        padded = (x[sources].to(dtype).transpose(1, 2) for x in flat)  # [documents, heads, longest, head_dim]
+        batch_out, batch_lse = forward(*padded)
         out_tokens[targets] = batch_out.transpose(1, 2).to(q.dtype)
-        lse_tokens[targets] = batch_lse.transpose(1, 2)
+        lse_tokens[targets] = batch_lse.transpose(1, 2) if batch_lse.dim() else batch_lse
     return out, lse
 
 
@@ -147,21 +149,35 @@ def document_attention_backward(grad, q, k, v, out, lse, segments, scale):
         out, lse: the results of `document_attention`.
     """
     new = [_empty(q) for _ in range(3)]
-    settings = {"dropout_p": 0.0, "is_causal": True, "scale": scale}
+    _, backward, dtype = _kernels(q, lse, scale)
     starts, lengths = _documents(segments)
     inputs = (grad.contiguous(), q, k, v, out, lse)  # the kernel needs a last stride of 1
     for document in _long_documents(starts, lengths, segments.shape[1]):
-        gradients = flash_cpu_backward(*(x[document] for x in inputs), **settings)
+        gradients = backward(*(x[document] for x in inputs))
         for (result, _), gradient in zip(new, gradients, strict=True):
             result[document] = gradient
     flat = [_flatten_tokens(x) for x in (grad, q, k, v, out, lse)]
     for sources, targets, padding in _short_documents(starts, lengths):
-        padded = [x[sources].to(lse.dtype) for x in flat]
+        padded = [x[sources].to(dtype) for x in flat]
         padded[0][padding] = 0  # no gradient from padding
-        gradients = flash_cpu_backward(*(x.transpose(1, 2) for x in padded), **settings)
+        gradients = backward(*(x.transpose(1, 2) for x in padded))
         for (_, tokens), gradient in zip(new, gradients, strict=True):
             tokens[targets] = gradient.transpose(1, 2).to(q.dtype)
     return tuple(result for result, _ in new)
+
+
+def _kernels(q: torch.Tensor, lse: torch.Tensor, scale: float | None) -> tuple[Callable, Callable, torch.dtype]:
+    """Returns forward and backward of causal attention, and the dtype of batches of short documents."""
+    if fits(q, q, q):
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        none = lse.new_zeros(())  # blocks need no log-sum-exp
+        return (
+            lambda q, k, v: (blocked_attention(q, k, v, scale), none),
+            lambda grad, q, k, v, out, lse: blocked_attention_backward(grad, q, k, v, scale),
+            q.dtype,
+        )
+    settings = {"dropout_p": 0.0, "is_causal": True, "scale": scale}
+    return partial(flash_cpu, **settings), partial(flash_cpu_backward, **settings), lse.dtype
 
 
 def _documents(segments: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
