@@ -10,11 +10,10 @@ from planner_hardware import ideal
 from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.kernels.cross_entropy import KEPT_ELEMENTS
-from weft.parallel.gradients import reduction
 from weft.planner.communication import Group, Links, mesh_groups
 from weft.planner.compute import Costs
 from weft.planner.hardware import load_hardware
-from weft.planner.reduction import SHARE, with_reduction
+from weft.planner.reduction import with_reduction
 from weft.planner.step import predict
 from weft.planner.work import KEPT_LOGITS, Matmul, Stack, Work
 
@@ -330,7 +329,6 @@ def test_a_cpu_adds_the_time_to_start_operations():
 
 def test_gradients_stay_unsharded_where_they_need_little_memory(run):
     """As a run decides if neither `reduce_gradients` nor `zero_stage` is set."""
-    assert SHARE == reduction.SHARE  # a copy
     parameters = 8 * (4 * 1024**2 + 2 * 1024 * 4096 + 2 * 1024) + (2 * 64 + 1) * 1024
     config = run(2, "parallel.dp_shard=2")
     for memory_gb, how in ((parameters * 16.1e-9, "last"), (parameters * 15.9e-9, "every")):

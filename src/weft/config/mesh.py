@@ -16,6 +16,7 @@ from weft.errors import UserError
 MOST = (
     1 << 20
 )  # ranks of an axis; a larger number is an error, for which the search of a legal mesh would take too long
+UNSHARDED_SHARE = 0.25  # of the memory of a device, which unsharded gradients may take between micro-batches
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outer to inner: inner axes communicate most
 Schedule = Literal[
     "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from weft.config.mesh import UNSHARDED_SHARE
 from weft.config.run import RunConfig
 from weft.planner.hardware import Hardware
 from weft.planner.units import Job
-
-SHARE = 0.25  # of the memory of a device, which unsharded gradients may take
 
 
 def with_reduction(config: RunConfig, devices: int, hardware: Hardware) -> RunConfig:
@@ -23,6 +22,6 @@ def with_reduction(config: RunConfig, devices: int, hardware: Hardware) -> RunCo
         return config
     stage = job.stages()[0]
     needed = sum(unit.parameters for unit in (stage.root, *stage.units)) * job.reduce_width * job.trained
-    every = needed > SHARE * hardware.device.memory_gb * 1e9
+    every = needed > UNSHARDED_SHARE * hardware.device.memory_gb * 1e9
     changed = parallel.model_copy(update={"reduce_gradients": "every" if every else "last"})
     return config.model_copy(update={"parallel": changed})

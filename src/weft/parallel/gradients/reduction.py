@@ -12,14 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from weft.config.mesh import UNSHARDED_SHARE
 from weft.formatting import byte_size
 from weft.parallel.memory.estimate import unsharded_bytes
 from weft.parallel.model_state import state_of
 from weft.parallel.ranks import all_gather_object
 from weft.parallel.world import World
 from weft.processes import total_memory
-
-SHARE = 0.25  # of the memory of a device, which unsharded gradients may take
 
 
 def choose_reduction(model: nn.Module, world: World) -> str | None:
@@ -40,7 +39,7 @@ def choose_reduction(model: nn.Module, world: World) -> str | None:
     needed = unsharded_bytes(trained, world, (plan.reduce_dtype or plan.state_dtype).itemsize)
     needs = all_gather_object((needed, device_memory(world.device)))
     needed, memory = max(needs, key=lambda one: one[0] / one[1])
-    state.reduces_every = needed > SHARE * memory
+    state.reduces_every = needed > UNSHARDED_SHARE * memory
     sizes = f"{byte_size(needed)} of the {byte_size(memory)} of a rank"
     if state.reduces_every:
         return f"gradients are reduced with every micro-batch: unsharded, they would take {sizes}"
