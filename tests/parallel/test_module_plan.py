@@ -5,11 +5,14 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from compare import Run, compare
-from matrix import WITHIN
+from matrix import WAYS, WITHIN
 from pool import RanksFailed
+from safetensors.numpy import load_file
 from torch.distributed.tensor import Shard
 
 import weft
@@ -28,6 +31,23 @@ COLUMNS_AND_ROWS = {
     "blocks.*.mlp.2.weight": Shard(1),
     "words.weight": Shard(0),
 }
+
+
+LLAMA = """
+import torch
+import transformers
+
+
+class LlamaForCausalLM(transformers.LlamaForCausalLM):
+    def __init__(self, width, head_dim, longest, vocab_size, layers):
+        heads = width // head_dim
+        sizes = {"hidden_size": width, "intermediate_size": 64, "num_attention_heads": heads, "num_key_value_heads": 2}
+        sizes |= {"max_position_embeddings": longest, "vocab_size": vocab_size, "num_hidden_layers": layers}
+        super().__init__(transformers.LlamaConfig(**sizes, attn_implementation="eager"))
+
+    def forward(self, tokens):
+        return super().forward(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+"""
 
 
 @pytest.fixture
@@ -120,6 +140,18 @@ def test_a_run_in_pipeline_stages_is_one_process_and_goes_on_otherwise(runner, n
     assert difference.largest <= WITHIN, difference.wrong()
 
 
+@pytest.mark.matrix
+def test_a_reference_runs_in_the_stages_of_the_model(runner, net, tmp_path):
+    code = CODE.replace("def forward(self, tokens):", "def forward(self, tokens, segments=None):")
+    (tmp_path / f"{net.partition(':')[0]}.py").write_text(code)
+    Plan(pp=2, stages=TWO_STAGES).write("plan.py")
+    pairs = {"data": WAYS["dpo"]["data"], "objective": WAYS["dpo"]["objective"]}
+    for name, parallel, ranks in (("alone", {}, 1), ("staged", {"plan": "plan.py"}, 2)):
+        runner.pool.run(write_run(tmp_path, name, net, parallel, **pairs), ranks, seconds=120)
+    difference = compare(Run(tmp_path / "alone"), Run(tmp_path / "staged"))
+    assert difference.largest <= WITHIN, difference.wrong()
+
+
 def test_a_killed_run_in_pipeline_stages_resumes_with_the_same_numbers(runner, net, tmp_path):
     dropout = "return F.dropout(x + self.mlp(self.norm2(x)), 0.1, self.training)"
     (tmp_path / f"{net.partition(':')[0]}.py").write_text(CODE.replace("return x + self.mlp(self.norm2(x))", dropout))
@@ -145,6 +177,25 @@ def test_the_saved_config_of_a_run_in_pipeline_stages_is_legal(runner, net, tmp_
     assert main(["profile", "one/config.yaml", "--structure"]) == 2
     assert "--structure does not show plans of custom models" in capsys.readouterr().err
     runner.pool.run(Path("one/config.yaml"), 2)
+
+
+@pytest.mark.matrix
+def test_a_model_of_a_known_family_is_exported_after_training_in_stages(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "planned_llama.py").write_text(LLAMA)
+    ends = ("model.norm", "lm_head")
+    stages = (("", ("model.embed_tokens", "model.layers.0")), ("model.layers.1", ("model.layers.1..3", *ends)))
+    Plan(pp=2, stages=stages).write("plan.py")
+    for name, parallel, ranks in (("alone", {}, 1), ("staged", {"plan": "plan.py"}, 2)):
+        runner.pool.run(write_run(tmp_path, name, "planned_llama:LlamaForCausalLM", parallel), ranks, seconds=120)
+    trained: Any = weft.load_model("staged")
+    trained.save_pretrained("folder")
+    assert main(["export", "folder", "exported"]) == 0
+    expected, found = Run(tmp_path / "alone").steps[-1], load_file("exported/model.safetensors")
+    assert len(found) == 39
+    for name, value in found.items():
+        assert np.abs(value - expected[f"model.{name}"]).max() <= WITHIN, name
 
 
 def test_stages_that_a_run_cannot_use_are_one_line(runner, net, tmp_path):
