@@ -109,9 +109,10 @@ def test_dropout_drops_weights_and_lets_nothing_through_between_documents():
     assert gradient[:, :, :5].abs().sum() == gradient[:, :, 9:].abs().sum() == 0
 
 
-def test_the_operator_keeps_pytorchs_rules():
-    q, k, v = drawn(9, 2, 2)
-    torch.library.opcheck(document_attention, (q, k, v, some_segments(9), None))
+@pytest.mark.parametrize("blocked", [False, True])
+def test_the_operator_keeps_pytorchs_rules(blocked):
+    q, k, v = (x.bfloat16() if blocked else x for x in drawn(9, 2, 2))
+    torch.library.opcheck(document_attention, (q, k, v, some_segments(9), None, blocked))
 
 
 @pytest.mark.parametrize("seq", [1, 100, 128, 129, 700, 1024])

@@ -129,6 +129,21 @@ def test_it_computes_causal_attention_in_bfloat16_only():
         assert OPERATOR not in operators(lambda: attention(q, k, v, causal=True))
 
 
-def test_the_operator_is_registered_correctly():
-    q, k, v, _ = (x.requires_grad_() for x in tensors(seq=140, kv_heads=2))
-    torch.library.opcheck(module.blocked_attention, (q, k, v, 0.25))
+def test_backward_within_autocast_follows_forward():
+    given = tensors(seq=220)
+    segments = torch.arange(4).repeat_interleave(torch.tensor([190, 3, 20, 7])).expand(2, -1).contiguous()
+    for mask in (None, segments):
+        leaves = [x.requires_grad_() for x in given[:3]]
+        expected = torch.autograd.grad(attention(*leaves, causal=True, mask=mask), leaves, given[3])
+        out = attention(*leaves, causal=True, mask=mask)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = torch.autograd.grad(out, leaves, given[3])
+        for mine, right in zip(found, expected, strict=True):
+            assert torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_operator_is_registered_correctly(batch):
+    q, k, v, grad = tensors(batch, seq=140, kv_heads=2)
+    torch.library.opcheck(module.blocked_attention_backward, (grad, q, k, v, 0.25))
+    torch.library.opcheck(module.blocked_attention, (*(x.requires_grad_() for x in (q, k, v)), 0.25))

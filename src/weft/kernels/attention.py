@@ -81,7 +81,7 @@ def attention(
         return flash_attention(q, k, v, mask, dropout=dropout, **settings)
     if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
         k, v = _repeat_kv(q, k, v)
-        return document_attention(q, k, v, mask, scores.scale)[0]
+        return document_attention(q, k, v, mask, scores.scale, fits(q, k, v))[0]
     if mask is None and causal and not dropout and fits(q, k, v):
         return blocked_attention(q, k, v, q.shape[3] ** -0.5 if scores.scale is None else scores.scale)
     if mask is None and causal and 1 < queries < keys:

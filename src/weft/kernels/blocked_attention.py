@@ -53,13 +53,14 @@ def blocked_attention(q, k, v, scale):
 
 
 @torch.library.custom_op("weft::blocked_attention_backward", mutates_args=(), device_types="cpu", schema=_BACKWARD)
+@torch.autocast("cpu", enabled=False)  # which the caller of backward can have enabled
 def blocked_attention_backward(grad, q, k, v, scale):
     """Returns the gradients of q, k and v, in their shapes. `grad` is that of the result of `blocked_attention`."""
     grad_q = _empty(q, q)
     keys, values = k.flatten(0, 1), v.flatten(0, 1)
     # Later blocks add to the gradients of earlier keys: in float32, if there are several blocks.
     dtype = q.dtype if q.shape[2] <= BLOCK else torch.float32
-    grad_k, grad_v = torch.zeros_like(keys, dtype=dtype), torch.zeros_like(values, dtype=dtype)
+    grad_k, grad_v = (x.new_zeros(x.shape, dtype=dtype) for x in (keys, values))  # contiguous, as compiled code expects
     for block, end in _blocks(q.shape[2]):
         queries, grads = _rows(q, block, k), _rows(grad, block, k)
         weights = _weights(queries, keys[:, :end], scale, block)
