@@ -68,6 +68,26 @@ def test_the_compiled_function_gives_the_same_bits(monkeypatch, fill, shape, sta
         assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("small", [0, math.inf])  # with the compiled function, and without
+def test_a_slice_is_filled_and_nothing_beside_it(monkeypatch, small, dtype):
+    monkeypatch.setattr(random_rows, "SMALL", small)
+    full = whole((200, 400)).to(dtype)
+    for part in ((slice(None), slice(200)), (slice(None, None, 3), slice(7, 399))):
+        weight = torch.full((200, 400), 5.0, dtype=dtype)
+        rows = len(weight[part])
+        fill_normal(weight[part], 1.0, 7, [0, part[1].start or 0], (200, 400))
+        assert torch.equal(weight[part], full[:rows, part[1]])
+        weight[part] = 5.0
+        assert (weight == 5.0).all()
+    deep = torch.zeros(20, 20, 400, dtype=dtype)
+    fill_normal(deep[:, :, :200], 1.0, 7, [0, 0, 0], (20, 20, 400))
+    assert torch.equal(deep[:, :, :200].flatten(0, 1), whole((400, 400)).to(dtype)[:, :200])
+    assert not deep[:, :, 200:].any()
+    with pytest.raises(RuntimeError, match="view"):  # rows in two strides
+        fill_normal(deep[:, :10], 1.0, 7, [0, 0, 0], (20, 20, 400))
+
+
 def test_values_are_those_of_the_formula_in_float64():
     words = philox((torch.arange(200_000), *torch.zeros(3, 1, dtype=torch.int64)), 7)
     first, second, third, fourth = ((((word >> 8).float() + 0.5) * 2.0**-24).double() for word in words)

@@ -58,7 +58,7 @@ def fill_normal(out: torch.Tensor, std: float, seed: int, start: Sequence[int], 
     """Fills a part of a tensor with values of a normal distribution (Box and Muller's method, in float32).
 
     Args:
-        out: the part, a contiguous tensor, which is filled.
+        out: the part, which is filled. `view` must be able to flatten all its dimensions but the last.
         std: standard deviation. The mean is 0.
         seed: seed of the whole tensor, of 64 bits.
         start: index of the part's first element in the whole tensor, one number for each dimension.
@@ -140,7 +140,7 @@ def _fill(
         rows = (rows[:, None] * whole + torch.arange(begin, begin + size, device=device)).reshape(-1)
     flat = out.view(-1, columns)
     compiled = rows_function(out.numel()) if device.type == "cpu" else None
-    if compiled is not None and out.dtype == torch.float32:
+    if compiled is not None and out.dtype == torch.float32 and out.is_contiguous():
         return compiled(flat, rows, first, seed, values is _normal_values, scale)
     groups = torch.arange(first // 4, (first + columns + 3) // 4, device=device)
     skipped, zero = first % 4, torch.zeros((), dtype=torch.int64, device=device)
