@@ -89,7 +89,8 @@ class ParallelSection(Section):
     reduce_gradients: Literal["last", "every"] | None = None
     """When gradients are reduced over the ranks. `last`: with the last micro-batch of a step; until then, gradients are
     not sharded and need more memory. `every`: with every micro-batch. Default: `last`, if the unsharded gradients of a
-    rank take at most a quarter of the memory of its device (on a CPU: of its share of the host's), otherwise `every`.
+    rank take at most a quarter of the memory of its device (on a CPU: of its share of the host's), otherwise `every`;
+    always `last` with pipeline parallelism.
     """
     layers_per_fsdp_unit: int = Field(1, ge=1, le=MOST)
     """Number of layers in an FSDP2 unit, whose parameters are all-gathered together."""
@@ -137,7 +138,10 @@ class ParallelSection(Section):
 
     @property
     def reduces_every(self) -> bool:
-        """Whether gradients are reduced over the ranks with every micro-batch; false if that depends on the memory."""
+        """Whether gradients are reduced over the ranks with every micro-batch, as far as this section says.
+
+        Without `reduce_gradients` and `zero_stage`, it is false, and `choose_reduction` decides by the memory.
+        """
         if self.reduce_gradients is not None:
             return self.reduce_gradients == "every"
         return self.zero_stage in (2, 3)
