@@ -8,8 +8,11 @@ import sys
 import pytest
 
 from weft.cli.main import main
+from weft.config.adapter import AdapterSection
 from weft.config.run import RunConfig
 from weft.planner.hardware import load_hardware
+from weft.planner.no_plan import nothing_fits
+from weft.planner.plan import plan_of
 from weft.planner.step import predict
 
 RUN = """
@@ -91,7 +94,32 @@ def test_without_memory_of_the_host_the_remedies_are_of_the_host(weft):
     # Parameters, gradients and two states of AdamW in float32, for 405B less the words that the vocabulary lacks.
     assert "in all, 6.443 TB" in err
     assert "32 devices or more, on 4 hosts" in err
+    assert "optimizer: {type: muon}" in err
     assert err.count("(5)") == 1
+
+
+def test_remedies_name_the_hosts_of_the_devices_and_nothing_that_the_run_has(weft):
+    host = ("data.sequence_length=256", "--hardware", "b200")  # 8 devices in a host of 2 TB
+    replicas = ("zero_stage=null", "auto=true", "dp_replicate=32", "dp_shard=1", "pp=1", "tp=1")
+    replicas = [f"parallel.{key}" for key in replicas]
+    _, _, err = weft(*PLAN, *host, "model.preset=llama3.1-70b", *replicas, "--devices", "32")
+    assert "needs more host memory for offloading" in err
+    assert "64 devices or more, on 8 hosts" in err  # though two hosts have the memory for one copy
+    _, _, err = weft(*PLAN, *host, "model.preset=llama3.1-405b", "optimizer.type=muon")
+    assert "needs more host memory for offloading" in err
+    assert "24 devices or more, on 3 hosts" in err
+    assert "muon" not in err
+
+
+def test_no_adapter_is_proposed_to_a_run_with_one(weft):
+    words = ["model.preset=llama3.1-405b", "parallel.zero_stage=3"]
+    config, hardware = RunConfig.load("run.yaml", words, check_data=False, ranks=2), load_hardware("a100-sxm")
+    with_adapter = config.model_copy(update={"adapter": AdapterSection(r=16)})
+    for offload in ("none", "parameters"):
+        section = config.parallel.model_copy(update={"offload": offload})
+        for one, proposed in ((config, True), (with_adapter, False)):
+            plan = plan_of(one.model_copy(update={"parallel": section}), 2, hardware)
+            assert ("an adapter in place" in str(nothing_fits([plan], hardware))) == proposed, offload
 
 
 def test_keep_mesh_predicts_the_file_itself(weft):

@@ -17,6 +17,8 @@ from weft.planner.hardware import Hardware, hardware_names, load_hardware
 from weft.planner.memory import STATES, memory_of
 from weft.planner.plan import RunPlan, capacity, needed_bytes
 
+ADAPTER = "an adapter in place of all weights (adapter: {r: 16})"
+
 
 class NoPlan(UserError):
     """No plan fits a number of devices.
@@ -58,7 +60,8 @@ def nothing_fits(nearest: Sequence[RunPlan], hardware: Hardware) -> NoPlan:
     parts = sorted(plan.memory.parts().items(), key=lambda one: -one[1])[:3]
     largest = ", ".join(f"{name} {byte_size(size)}" for name, size in parts)
     where = f"{counted(plan.devices, 'device')} of {byte_size(capacity(hardware))} ({hardware.device.name})"
-    if fits_device := plan.excess <= 0:
+    fits_device = plan.excess <= 0
+    if fits_device:
         what = f"needs more host memory for offloading than {hardware.host.memory_gb:g} GB"
     else:
         what = f"needs {byte_size(plan.memory.total)} per rank, {byte_size(plan.excess)} too much ({largest})"
@@ -76,7 +79,7 @@ def describe(plan: RunPlan) -> str:
 
 
 def _remedies(plan: RunPlan, hardware: Hardware) -> list[str]:
-    """Returns five changes from cheap to expensive, each with the memory that the nearest plan would then need."""
+    """Returns at most five changes from cheap to expensive, with the memory that the nearest plan would then need."""
     config, length = plan.config, sequence_length(plan.config)
 
     def needs(**sections: dict[str, Any]) -> str:
@@ -92,25 +95,27 @@ def _remedies(plan: RunPlan, hardware: Hardware) -> list[str]:
     found.append(_with_more_devices(plan, hardware))
     if (larger := _larger_device(plan, hardware)) is not None:
         found.append(larger)
-    found.append("an adapter in place of all weights (adapter: {r: 16})")
+    if config.adapter is None:
+        found.append(ADAPTER)
     found.append("a smaller model")
     return found[:5]
 
 
 def _host_remedies(plan: RunPlan, hardware: Hardware) -> list[str]:
-    """Returns five changes for a plan that lacks memory of the host, from cheap to expensive."""
+    """Returns at most five changes for a plan that lacks memory of the host, from cheap to expensive."""
     model, states = plan.config.model, STATES.get(plan.config.optimizer.type, 2)
     assert isinstance(model, ModelSection)
     copies = states if plan.config.parallel.offload == "optimizer" else states + 2  # with parameters and gradients
     needed = 4 * copies * model.size().parameters
     hosts = max(2, math.ceil(needed / (hardware.host.memory_gb * 1e9)))
-    return [
-        "an adapter in place of all weights (adapter: {r: 16})",
-        "an optimizer with less state (optimizer: {type: muon})",
-        f"hosts with more memory: in all, {byte_size(needed)} (host.memory_gb of the hardware file)",
-        f"{counted(max(2 * plan.devices, hosts * hardware.node), 'device')} or more, on {hosts} hosts",
-        "a smaller model",
-    ]
+    devices = max(2 * plan.devices, hosts * hardware.node)
+    found = [] if plan.config.adapter is not None else [ADAPTER]
+    if states > STATES["muon"]:
+        found.append("an optimizer with less state (optimizer: {type: muon})")
+    found.append(f"hosts with more memory: in all, {byte_size(needed)} (host.memory_gb of the hardware file)")
+    found.append(f"{counted(devices, 'device')} or more, on {math.ceil(devices / hardware.node)} hosts")
+    found.append("a smaller model")
+    return found
 
 
 def _with_more_devices(plan: RunPlan, hardware: Hardware) -> str:
