@@ -24,5 +24,6 @@ def test_equal_blocks_are_compiled_once(run_yaml, monkeypatch):
         "data": {"validation": None},
     }
     assert train(run_yaml(**sections, log=QUIET)) == 0
-    attending = [graph for graph in graphs if "scaled_dot_product_attention" in graph.code]
+    attention = ("scaled_dot_product_attention", "blocked_attention")  # the second on some processors
+    attending = [graph for graph in graphs if any(name in graph.code for name in attention)]
     assert len(attending) == 1
