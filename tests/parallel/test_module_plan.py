@@ -18,9 +18,10 @@ from torch.distributed.tensor import Shard
 import weft
 from weft.cli.main import main
 from weft.config.dump import read_saved
-from weft.errors import ConfigError
+from weft.errors import ConfigError, UserError
 from weft.planner.parallelize.plan import Plan
 from weft.planner.parallelize.read import read_plan
+from weft.train.module_plan import planned_module
 
 PAGE = (Path(__file__).parents[2] / "docs" / "parallel-own-model.md").read_text(encoding="utf-8")
 CODE = re.sub(r"    weft_sharding = \{.*?\n    \}\n", "", re.findall(r"```python\n(.*?)```", PAGE, re.S)[0], flags=re.S)
@@ -252,3 +253,23 @@ def test_a_plan_that_does_not_fit_is_one_line(net, tmp_path, capsys, plan, paral
     replace(plan, structure="0123" if "structure" in words else "").write("plan.py")
     assert main(["train", str(write_run(tmp_path, "bad", net, {"plan": "plan.py", **parallel}))]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("plan", "schedule", "usual"),
+    [
+        (Plan(pp=2, stages=TWO_STAGES), "1f1b", 1),
+        (Plan(pp=2, stages=FOUR_STAGES, schedule="Interleaved1F1B"), "interleaved_1f1b", 2),
+    ],
+    ids=["1f1b", "interleaved"],
+)
+def test_a_run_may_name_the_usual_number_of_stages_of_its_plan(net, tmp_path, plan, schedule, usual):
+    plan.write("plan.py")
+    keys = {"plan": "plan.py", "pp": 2, "pp_schedule": schedule, "stages_per_rank": usual}
+    config = weft.RunConfig.load(write_run(tmp_path, "one", net, keys))
+    assert planned_module(config, 2, "", fresh=True)[0].parallel.stages_per_rank is None
+    keys |= {"pp_schedule": "interleaved_1f1b", "stages_per_rank": 3}
+    config = weft.RunConfig.load(write_run(tmp_path, "one", net, keys))
+    words = "parallel.stages_per_rank: 3, but the plan has 2; remove" if usual == 2 else "but the plan has 1f1b; remove"
+    with pytest.raises(UserError, match=words):
+        planned_module(config, 2, "", fresh=True)

@@ -67,6 +67,8 @@ def planned_module(config: RunConfig, ranks: int, hardware: str, *, fresh: bool)
     for name, value in keys.items():
         if getattr(section, name) not in (value, ParallelSection.model_fields[name].default):
             raise UserError(f"parallel.{name}: {getattr(section, name)}, but the plan has {value}; remove the key")
+    usual = 2 if keys["pp_schedule"] in SEVERAL_STAGES else 1
+    keys["stages_per_rank"] = keys["stages_per_rank"] if keys["stages_per_rank"] != usual else None
     keys["hardware"] = section.hardware
     chosen = config.model_copy(update={"parallel": changed.model_copy(update=keys)})
     seconds = plan.prediction.get("step_seconds")
@@ -85,13 +87,12 @@ def _keys_of(plan: Plan) -> dict[str, Any]:
     schedule = plan.schedule if plan.stages else SCHEDULES["1f1b"]
     if schedule not in names:
         raise UserError(f"plan: schedule {schedule!r} is not supported; use one of {', '.join(names)}")
-    each, usual = len(plan.stages) // plan.pp or 1, 2 if names[schedule] in SEVERAL_STAGES else 1
     return {
         "pp": plan.pp,
         "dp_shard": plan.dp,
         "tp": plan.tp,
         "pp_schedule": names[schedule],
-        "stages_per_rank": each if each != usual else None,
+        "stages_per_rank": len(plan.stages) // plan.pp or 1,
     }
 
 
