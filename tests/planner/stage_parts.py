@@ -1,13 +1,17 @@
 """What ranks do in the tests of pipeline stages: run modules by plans, and compare with one process."""
 
 import copy
+import functools
+import gc
 import os
+import weakref
 
 import torch
 from staged_modules import inputs_of, make, token_loss
 from torch.distributed.tensor import Shard
 
 from weft.errors import UserError
+from weft.planner.parallelize.mesh import start_processes
 from weft.planner.parallelize.plan import Plan
 from weft.planner.parallelize.stage_reference import is_here, run_micro_batches
 
@@ -130,3 +134,69 @@ def refusals():
     except UserError as error:
         found.append(str(error))
     return found
+
+
+def rounding(schedules, micro_batches=32):
+    """For each schedule: errors of gradients in bfloat16 over float32 parameters, on this rank.
+
+    Returns:
+        (schedule, error of the stages, error of a sum in bfloat16), relative to the sum in float32 of the gradients of
+        the micro-batches on one device.
+    """
+    torch.set_default_dtype(torch.float32)
+    args, _ = inputs_of("gpt", 2 * micro_batches)
+    device = make("gpt").bfloat16()
+    sums = {name: torch.zeros_like(one, dtype=torch.float32) for name, one in device.named_parameters()}
+    rounded = {name: torch.zeros_like(one) for name, one in device.named_parameters()}
+    for number in range(micro_batches):
+        device.zero_grad()
+        (device(*(one[2 * number : 2 * number + 2] for one in args)) / micro_batches).backward()
+        for name, one in device.named_parameters():
+            sums[name] += one.grad.float()
+            rounded[name] += one.grad
+    found = []
+    for schedule in schedules:
+        plan = plan_of("gpt", int(os.environ["WORLD_SIZE"]), schedule, micro_batches=micro_batches)
+        module = plan.apply(make("gpt").float(), dtype=torch.bfloat16)
+        module(*args).backward()
+        own = {name: one.grad.full_tensor() for name, one in module.named_parameters() if is_here(one)}
+        assert all(one.dtype == torch.float32 for one in own.values())
+        norm = sum(sums[name].square().sum() for name in own).sqrt()
+        errors = [
+            (sum((grads[name].float() - sums[name]).square().sum() for name in own).sqrt() / norm).item()
+            for grads in (own, rounded)
+        ]
+        found.append((schedule, *errors))
+    return found
+
+
+class Scaled(torch.nn.Module):
+    """A GPT with a function as argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt = make("gpt")
+
+    def forward(self, ids, targets, *, function):
+        return function(self.gpt(ids, targets))
+
+
+def calls_with_functions():
+    """Runs a module three times with a new function as argument. Returns how often it was traced, and what it keeps."""
+    torch.set_default_dtype(torch.float64)
+    names = [(f"gpt.{begin}" if begin else "", tuple(f"gpt.{one}" for one in own)) for begin, own in TWO["gpt"]]
+    start_processes(2)
+    runtime = Plan(pp=2, stages=tuple(names), micro_batches=2).runtime(None, inputs="global", outputs="global")
+    runtime.apply(Scaled())
+    args, kept = inputs_of("gpt", 4)[0], []
+    for scale in range(3):
+
+        def finish(_, out, scale=scale):
+            return out.full_tensor() * scale
+
+        function = functools.partial(torch.mul, torch.tensor(float(scale)))
+        runtime.run([(args, {"function": function})] * 2, lambda *_: None, finish)
+        kept.append(weakref.ref(finish))
+    del finish, function
+    gc.collect()
+    return len(runtime.calls), sum(one() is not None for one in kept)

@@ -43,6 +43,22 @@ def test_all_schedules_are_one_process(ranks, schedule):
         check(ranks, 4, [(name, {"schedule": schedule}) for name in names])
 
 
+@pytest.mark.parametrize(
+    "schedules",
+    [["ZBVZeroBubble"], pytest.param([one for one in SCHEDULES if one[0] != "Z"], marks=pytest.mark.matrix)],
+    ids=["zbv", "others"],
+)
+def test_gradients_of_micro_batches_are_summed_in_the_dtype_of_parameters(ranks, schedules):
+    for found in ranks.call(stage_parts.rounding, 2, schedules, seconds=240):
+        for schedule, error, in_bfloat16 in found:
+            assert error < in_bfloat16 / 4, f"{schedule}: {error}, and {in_bfloat16} if summed in bfloat16"
+
+
+def test_a_new_function_as_argument_is_not_traced_again(ranks):
+    for traced, kept in ranks.call(stage_parts.calls_with_functions, 2, seconds=120):
+        assert (traced, kept) == (1, 0)
+
+
 def test_calls_that_stages_cannot_run_are_refused(ranks):
     for rows, forgotten, outputs, order in ranks.call(stage_parts.refusals, 2, seconds=240):
         assert "6 rows" in rows

@@ -44,6 +44,8 @@ class StagedRuntime(Runtime):
         aliases: name of a parameter -> all names of the parameter, which may be tied.
         owners: parameter -> the ranks of the axis `pp` that have it.
         tied: the parameters of this rank that others of `owners` have too, with the process group of these ranks.
+        full: during a call: parameter -> the parameter, gathered over `dp` in the dtype of the computation.
+        held: during a call: parameter -> the leaf whose gradient is the sum of those of `full`, not yet reduced.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class StagedRuntime(Runtime):
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.forwards: dict[str, Callable] = {}
         self.held: dict[Any, torch.Tensor] = {}
+        self.full: dict[Any, torch.Tensor] = {}
         self.calls: dict[Any, StageCalls] = {}
         self.player: Player | None = None
 
@@ -131,7 +134,9 @@ class StagedRuntime(Runtime):
 
     def gather(self, parameter: Any) -> Any:
         """Returns a parameter of this rank, as gathered for this call; others as they are."""
-        return self.held.get(parameter, parameter) if isinstance(parameter, DTensor) else parameter
+        if not isinstance(parameter, DTensor) or parameter not in self.held:
+            return parameter
+        return Gathered.apply(self.held[parameter], self.full[parameter])
 
     @contextmanager
     def _holding(self) -> Iterator[None]:
@@ -139,8 +144,8 @@ class StagedRuntime(Runtime):
         before = []
         for parameter in self.model.parameters():
             if isinstance(parameter, DTensor) and parameter.device_mesh == self.mesh:
-                full = full_over_dp(cast(DTensor, parameter.detach()), self.mode.dtype).detach()
-                self.held[parameter] = full.requires_grad_(parameter.requires_grad)
+                self.full[parameter] = full_over_dp(cast(DTensor, parameter.detach()), self.mode.dtype)
+                self.held[parameter] = parameter.detach().requires_grad_(parameter.requires_grad)
                 before.append((parameter, parameter.grad))
                 parameter.grad = None
         try:
@@ -148,15 +153,15 @@ class StagedRuntime(Runtime):
         finally:
             for parameter, gradient in before:
                 parameter.grad = gradient
-            self.held = {}
+            self.held, self.full = {}, {}
 
     def _gradients(self) -> tuple[list[Any], list[torch.Tensor]]:
         """Returns the parameters that have gradients in this call, and these gradients, placed as the parameters."""
         found: dict[Any, torch.Tensor] = {}
-        for parameter, full in self.held.items():
-            parts = [one for one in (full.grad, parameter.grad) if one is not None]
+        for parameter, leaf in self.held.items():
+            parts = [one for one in (leaf.grad, parameter.grad) if one is not None]
             for one in parts:
-                reduced = cast(DTensor, one.to(parameter.dtype)).redistribute(placements=parameter.placements)
+                reduced = cast(DTensor, one).redistribute(placements=parameter.placements)
                 found[parameter] = found[parameter] + reduced if parameter in found else reduced
         for parameter, group in self.tied:
             if parameter.requires_grad:
@@ -250,6 +255,25 @@ class StagedRuntime(Runtime):
     def _all_rows(self, call: Any) -> int:
         rows = batch_rows(call) or 0
         return rows * self.dp if "inputs" in self.local else rows
+
+
+class Gathered(torch.autograd.Function):
+    """A gathered parameter, as a function of a leaf in the parameter's dtype.
+
+    So the gradients of micro-batches are summed in that dtype, also by schedules that split backward passes: these add
+    to `.grad` of leaves without running their hooks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: DTensor, full: DTensor) -> torch.Tensor:  # type: ignore[override]
+        """Returns the gathered parameter."""
+        ctx.dtype = leaf.dtype
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        """Returns the gradient in the dtype of the leaf; it is reduced after the last micro-batch."""
+        return gradient.to(ctx.dtype), None
 
 
 class HandOver(torch.autograd.Function):
