@@ -161,6 +161,7 @@ class StageCalls:
             for number in range(len(inputs)):
                 self._run_forward(number)
         self.inputs = ()
+        del self.begin, self.finish  # they may hold tensors of the call
 
     def _run_without_data(self) -> None:
         """Runs forward and backward of this rank's stages, without the tensors of other ranks."""

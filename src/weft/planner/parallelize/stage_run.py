@@ -27,6 +27,7 @@ from weft.planner.parallelize.runtime import Runtime, full_over_dp, wrap
 from weft.planner.parallelize.stage_calls import Begin, Finish, StageCalls, draw_seed, rows_of_micro_batch, stage_seed
 from weft.planner.parallelize.stage_follow import Player, Trace
 from weft.planner.parallelize.stage_table import Stages, covers
+from weft.planner.parallelize.torch_private import tree_map
 
 
 class StagedRuntime(Runtime):
@@ -306,4 +307,11 @@ def _scaled(one: DTensor, scale: torch.Tensor) -> DTensor:
 
 
 def _signature(inputs: Any) -> str:
-    return str(map_tensors(lambda one: (tuple(one.shape), str(one.dtype), str(one.device)), inputs))
+    """Returns shapes and dtypes of tensors, names of functions, and all other values."""
+
+    def name(one: Any) -> Any:
+        inner = getattr(one, "func", one)  # of a `partial`
+        return getattr(inner, "__qualname__", type(inner).__qualname__) if callable(one) else one
+
+    described = map_tensors(lambda one: (tuple(one.shape), str(one.dtype), str(one.device)), inputs)
+    return str(tree_map(name, described))  # a new function of each call would have another address
