@@ -9,13 +9,21 @@ from ruamel.yaml import YAML
 
 from weft.cli.main import main
 from weft.config.mesh import ParallelSection
+from weft.config.run import RunConfig
+from weft.planner.memory import memory_of
 from weft.train.micro_batch import candidates, powers
 
 # Its second rank has no memory for more than two sequences.
 OBJECTIVE = """
 import os
+import sys
 import torch
+from weft.parallel.gradients import reduction
 from weft.objectives.pretrain import Pretrain
+
+# In a trial, gradients are reduced with every micro-batch.
+if sys.argv[0].endswith("trial.py"):
+    reduction.device_memory = lambda device: 1 << 20
 
 
 class Hungry(Pretrain):
@@ -57,6 +65,14 @@ def test_a_size_fits_on_all_ranks_and_changes_nothing_else(tmp_path, run_yaml, r
     assert f"micro_batch_size: {chosen} (auto; " in said[0][1]
     assert "4 does not fit" in said[0][1]
     assert YAML().load(run / "config.yaml")["training"]["micro_batch_size"] == chosen
+    # The prediction is for the reductions of the trial, whose gradients are sharded.
+    predicted = {}
+    for how in ("every", "last"):
+        words = [f"parallel.reduce_gradients={how}", f"training.micro_batch_size={chosen}", "objective.type=pretrain"]
+        config = RunConfig.load(tmp_path / "run.yaml", words, ranks=2)
+        predicted[how] = round(max(one.total for one in memory_of(config, 2, dtype=config.training.dtype, cpu=True)))
+    assert predicted["every"] < predicted["last"]
+    assert found["predicted_bytes"] == predicted["every"]
 
     number = run_yaml(
         "number.yaml", run={"name": "number"}, training={"steps": 3, "micro_batch_size": chosen}, **changes

@@ -58,11 +58,13 @@ class Tried:
         size: number of samples in a micro-batch.
         seconds: seconds of a step, on the slowest rank.
         peak_bytes: peak memory of the rank with the highest (see `weft.observe.flops.memory_bytes`).
+        reduces_every: whether gradients were reduced with every micro-batch.
     """
 
     size: int
     seconds: float
     peak_bytes: int
+    reduces_every: bool
 
 
 def choose_micro_batch(job: Job, objective: Objective, *, given: bool) -> Job:
@@ -87,7 +89,8 @@ def choose_micro_batch(job: Job, objective: Objective, *, given: bool) -> Job:
     found: Any = job.world.agree(lambda: read_manifest(job.run.path).get(KEY), only_first=True)
     if not (isinstance(found, dict) and found.get("key") == key):
         found = _Trials(job, sizes).choose() | {"key": key}
-        found["predicted_bytes"] = predicted_bytes(job, found["chosen"])
+        chosen = next(one for one in found["tried"] if one["size"] == found["chosen"])
+        found["predicted_bytes"] = predicted_bytes(job, Tried(**chosen))
         job.console.line(describe(found))
     else:
         job.console.line(f"training.micro_batch_size: {found['chosen']} (auto; tried in an earlier session)")
@@ -131,10 +134,15 @@ def describe(found: dict[str, Any]) -> str:
     )
 
 
-def predicted_bytes(job: Job, size: int) -> int | None:
+def predicted_bytes(job: Job, tried: Tried) -> int | None:
     """Returns the memory of the rank with the highest, by the planner's formulas; None for models that they lack."""
     training, cpu = job.config.training, job.world.device.type == "cpu"
-    config = job.config.model_copy(update={"training": training.model_copy(update={"micro_batch_size": size})})
+    reduction = "every" if tried.reduces_every else "last"
+    sections = {
+        "training": training.model_copy(update={"micro_batch_size": tried.size}),
+        "parallel": job.config.parallel.model_copy(update={"reduce_gradients": reduction}),
+    }
+    config = job.config.model_copy(update=sections)
     try:
         return round(max(one.total for one in memory_of(config, job.world.ranks, dtype=training.dtype, cpu=cpu)))
     except UserError:  # not the built-in decoder
@@ -223,8 +231,13 @@ class _Trials:
 
     def _start(self, folder: Path, sizes: list[int]) -> subprocess.Popen:
         """Starts this rank's process of a trial, which joins those of the other ranks at a new port."""
-        training = self.job.config.training.model_copy(update={"micro_batch_size": sizes[0]})
-        config: RunConfig = self.job.config.model_copy(update={"training": training})
+        job = self.job
+        changes = {"training": job.config.training.model_copy(update={"micro_batch_size": sizes[0]})}
+        kept = job.world.agree(lambda: job.run.kept_reduction(job.world.shape.sizes), only_first=True)
+        parallel = job.config.parallel
+        if kept is not None and parallel.reduce_gradients is None and parallel.zero_stage is None:
+            changes["parallel"] = parallel.model_copy(update={"reduce_gradients": kept})
+        config: RunConfig = job.config.model_copy(update=changes)
         with socket.create_server(("", 0)) as listener:
             port = broadcast_object(listener.getsockname()[1])
         environment = {name: value for name, value in os.environ.items() if name not in ALONE}

@@ -24,6 +24,7 @@ from weft.data.batches.loader import BatchSource
 from weft.errors import UserError, is_out_of_memory
 from weft.observe.console import Console
 from weft.observe.flops import memory_bytes
+from weft.parallel.model_state import state_of
 from weft.parallel.ranks import all_gather_object, error_on_all_ranks
 from weft.planner.measure import synchronize
 from weft.processes import die_with
@@ -111,7 +112,9 @@ class TrialLoop(Loop):
             found.append(time.perf_counter() - began)
             self.state.step = first
         answers = all_gather_object((min(found[1:]), memory_bytes(device)))
-        return Tried(size, max(seconds for seconds, _ in answers), max(peak for _, peak in answers))
+        state = state_of(self.model)
+        every = state is not None and state.reduces_every
+        return Tried(size, max(seconds for seconds, _ in answers), max(peak for _, peak in answers), every)
 
 
 def limit_memory(limit: int) -> None:
