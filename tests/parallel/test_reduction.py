@@ -1,10 +1,11 @@
 """When gradients are reduced is chosen by the memory of a rank, and does not change what is learned."""
 
 import pytest
-from matrix import Case, write_run
+from matrix import STEPS, Case, write_run
 from pool import weft_command
 from running import metrics  # pyright: ignore[reportMissingImports]
 
+from weft.observe.manifest import read_manifest
 from weft.parallel.gradients import reduction
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -33,8 +34,8 @@ def train(file, memory):
 
 @pytest.fixture
 def run(runner, tmp_path):
-    def run(name, memory, **parallel):
-        training = {"batch_tokens": RANKS * MICRO_BATCHES * 32, "micro_batch_size": 1}
+    def run(name, memory, steps=STEPS, **parallel):
+        training = {"batch_tokens": RANKS * MICRO_BATCHES * 32, "micro_batch_size": 1, "steps": steps}
         file = write_run(tmp_path, Case("gqa", "plain", {"dp_shard": RANKS, **parallel}), name=name, training=training)
         (said, reduced), *_ = runner.pool.call(train, RANKS, file, memory)
         losses = [line["loss"] for line in metrics(tmp_path / name)]
@@ -55,3 +56,19 @@ def test_gradients_are_reduced_with_every_micro_batch_where_memory_is_short(run)
     assert "gradients are reduced" not in said
     assert given == once
     assert losses == pytest.approx(expected, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("memory", "later", "kept"), [(2**40, 2**20, "last"), (2**20, 2**40, "every")])
+def test_a_resumed_run_keeps_the_choice_on_its_mesh(run, tmp_path, memory, later, kept):
+    run("run", memory)
+    said, _, _ = run("run", later, steps=STEPS + 1)
+    words = {"last": "the last", "every": "every"}[kept]
+    assert f"gradients are reduced with {words} micro-batch (as in the last session)" in said
+    assert read_manifest(tmp_path / "run")["reduce_gradients"] == kept
+    # Sums of another mesh round differently anyway: the memory decides again.
+    said, _, _ = run("run", later, steps=STEPS + 2, dp_shard=1, cp=2)
+    assert "as in the last session" not in said
+    assert read_manifest(tmp_path / "run")["reduce_gradients"] != kept
+    # What the config says is no choice of Weft's, and is not kept.
+    run("run", later, steps=STEPS + 3, dp_shard=1, cp=2, reduce_gradients=kept)
+    assert "reduce_gradients" not in read_manifest(tmp_path / "run")

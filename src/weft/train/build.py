@@ -146,22 +146,26 @@ def _check_patterns(config: RunConfig, model: nn.Module, world: World) -> None:
     world.agree(lambda: check_patterns(config, trained))
 
 
-def choose_reductions(job: Job, model: nn.Module, length: Intervals) -> PowerSGD | None:
+def choose_reductions(job: Job, model: nn.Module, length: Intervals) -> tuple[Job, PowerSGD | None]:
     """Chooses when the gradients of a model are reduced over the ranks, and prints the choice if there is one.
 
     Args:
         length: length of the run. The choice does not matter, and is not printed, if a step has one micro-batch.
 
     Returns:
-        The `PowerSGD` that all-reduces gradients instead of FSDP2; None without `parallel.compress`.
+        The job with the choice, and the `PowerSGD` that all-reduces gradients instead of FSDP2; None without
+        `parallel.compress`.
     """
-    line = choose_reduction(model, job.world)
-    if line is not None and (not isinstance(length, RunLength) or length.accumulation > 1):
-        job.console.line(line)
     config, world = job.config, job.world
+    kept = world.agree(lambda: job.run.kept_reduction(world.shape.sizes), only_first=True)
+    if (found := choose_reduction(model, world, kept)) is not None:
+        choice, line = found
+        job = replace(job, reduction=choice)
+        if not isinstance(length, RunLength) or length.accumulation > 1:
+            job.console.line(line)
     section, training = config.parallel.compress, config.training
     if section is None:
-        return None
+        return job, None
     state = torch.promote_types(DTYPES[training.dtype], torch.float32)
     made = PowerSGD(section, model, world, dtype=DTYPES.get(training.reduce_dtype, state), seed=config.run.seed)
     if not made.matrices:
@@ -174,7 +178,7 @@ def choose_reductions(job: Job, model: nn.Module, length: Intervals) -> PowerSGD
         f"{world.shape.dp_replicate} replicas all-reduce their gradients: {exact}{made.share:.2%} of the values "
         f"(matrices as low-rank factors of rank {section.rank})"
     )
-    return made
+    return job, made
 
 
 def restore(

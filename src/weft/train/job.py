@@ -34,6 +34,7 @@ class Job:
     Attributes:
         watch: ends this rank if it hangs.
         micro_batch: how the size of micro-batches was chosen, for the manifest; None unless it is `auto`.
+        reduction: when gradients are reduced (`last` or `every`), for the manifest; None unless Weft chose it.
         changes: what changed since the last session, on the first rank (see `RunDirectory.changes`).
         remote: the run in the store of `checkpoint.remote`, on the first rank; None without this key.
     """
@@ -44,6 +45,7 @@ class Job:
     console: Console
     watch: RankWatch
     micro_batch: dict[str, Any] | None = None
+    reduction: str | None = None
     changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     remote: RemoteRun | None = None
 

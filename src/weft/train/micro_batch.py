@@ -232,7 +232,7 @@ class _Trials:
     def _start(self, folder: Path, sizes: list[int]) -> subprocess.Popen:
         """Starts this rank's process of a trial, which joins those of the other ranks at a new port."""
         job = self.job
-        changes = {"training": job.config.training.model_copy(update={"micro_batch_size": sizes[0]})}
+        changes: dict[str, Any] = {"training": job.config.training.model_copy(update={"micro_batch_size": sizes[0]})}
         kept = job.world.agree(lambda: job.run.kept_reduction(job.world.shape.sizes), only_first=True)
         parallel = job.config.parallel
         if kept is not None and parallel.reduce_gradients is None and parallel.zero_stage is None:

@@ -103,6 +103,7 @@ class Recorder:
             **({"mixture": data.plan.as_dict()} if data.plan is not None else {}),
             **({"frozen_models": frozen_models} if frozen_models else {}),
             **({"micro_batch_trials": job.micro_batch} if job.micro_batch else {}),
+            **({"reduce_gradients": job.reduction} if job.reduction else {}),
             "steps": data.length.steps,
             "tokens_per_step": data.length.tokens_per_step,
             "resumed_step": step,

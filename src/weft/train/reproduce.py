@@ -125,7 +125,7 @@ def default_out(run: Path, name: str) -> Path:
 
 
 def make_directory(recorded: Recorded, out: Path) -> None:
-    """Makes the run directory of the repetition: empty, or with the checkpoint and the metrics to continue from.
+    """Makes the run directory of the repetition, with the checkpoint and the metrics to continue from, if any.
 
     The files of the checkpoint are hard links where the file system has them.
 
@@ -142,6 +142,9 @@ def make_directory(recorded: Recorded, out: Path) -> None:
 
     with report_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
+        manifest = read_manifest(recorded.run)  # of which `choose_reductions` reads the choice of the run
+        kept = {key: manifest[key] for key in ("mesh", "reduce_gradients") if key in manifest}
+        replace_file(out / MANIFEST, json.dumps(kept) + "\n")
         if recorded.first:
             name = checkpoint_name(recorded.first)
             (out / FOLDER).mkdir()

@@ -168,6 +168,20 @@ class RunDirectory:
             return config
         return config.model_copy(update={"training": training.model_copy(update={"dtype": before})})
 
+    def kept_reduction(self, mesh: Mapping[str, int]) -> str | None:
+        """Returns when the last session reduced gradients (`last` or `every`), if Weft chose it; None on another mesh.
+
+        On another mesh, sums round differently anyway, and the memory that is needed is another.
+
+        Args:
+            mesh: sizes of the mesh axes.
+
+        Raises:
+            UserError: the manifest cannot be read.
+        """
+        manifest = read_manifest(self.path)
+        return manifest.get("reduce_gradients") if manifest.get("mesh") == dict(mesh) else None
+
     def changes(self, config: RunConfig, digests: Mapping[str, str] | None = None) -> dict[str, tuple[Any, Any]]:
         """Finds the config keys that affect results and whose values changed since the last session.
 

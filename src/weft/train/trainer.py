@@ -297,7 +297,7 @@ class Trainer:
             job.compare_with_last_session(data.digests, data.length.steps, accepted=self.accept_changes)
             checkpoint, fetch = last_checkpoint(job)
             model, optimizer = build(job.config, world, objective, resumes=checkpoint is not None)
-            compress = choose_reductions(job, model, data.length)
+            job, compress = choose_reductions(job, model, data.length)
             frozen = open_frozen(job, objective, model)
             state = restore(job, model, optimizer, compress, callbacks, frozen, checkpoint, fetch)
             build_frozen(job, objective, frozen, model, state)

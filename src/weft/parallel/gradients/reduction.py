@@ -21,13 +21,17 @@ from weft.parallel.world import World
 from weft.processes import total_memory
 
 
-def choose_reduction(model: nn.Module, world: World) -> str | None:
+def choose_reduction(model: nn.Module, world: World, kept: str | None = None) -> tuple[str, str] | None:
     """Sets when the gradients of a model are reduced, by the memory of the rank with the least. All ranks must call it.
 
-    The total memory decides, not what is free, so that a resumed run decides alike.
+    The choice changes how sums round, so a resumed run keeps it. The total memory decides, not what is free.
+
+    Args:
+        kept: choice of the last session on this mesh, `last` or `every`; None: there is none.
 
     Returns:
-        A line about the choice; None if there is none, because the config makes it, or gradients are not sharded.
+        The choice, `last` or `every`, and a line about it; None if there is none, because the config makes it, or
+        gradients are not sharded.
     """
     state = state_of(model)
     if state is None or not isinstance(model, FSDPModule) or world.shape.fsdp == 1:
@@ -35,6 +39,10 @@ def choose_reduction(model: nn.Module, world: World) -> str | None:
     plan, parallel = state.plan, state.plan.parallel
     if parallel.reduce_gradients is not None or parallel.zero_stage is not None:
         return None
+    if kept is not None:
+        state.reduces_every = kept == "every"
+        words = "every" if state.reduces_every else "the last"
+        return kept, f"gradients are reduced with {words} micro-batch (as in the last session)"
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     needed = unsharded_bytes(trained, world, (plan.reduce_dtype or plan.state_dtype).itemsize)
     needs = all_gather_object((needed, device_memory(world.device)))
@@ -42,8 +50,8 @@ def choose_reduction(model: nn.Module, world: World) -> str | None:
     state.reduces_every = needed > UNSHARDED_SHARE * memory
     sizes = f"{byte_size(needed)} of the {byte_size(memory)} of a rank"
     if state.reduces_every:
-        return f"gradients are reduced with every micro-batch: unsharded, they would take {sizes}"
-    return f"gradients are reduced with the last micro-batch: unsharded, they take {sizes}"
+        return "every", f"gradients are reduced with every micro-batch: unsharded, they would take {sizes}"
+    return "last", f"gradients are reduced with the last micro-batch: unsharded, they take {sizes}"
 
 
 def device_memory(device: torch.device) -> int:
