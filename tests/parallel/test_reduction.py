@@ -12,8 +12,8 @@ pytestmark = pytest.mark.xdist_group("ranks")
 RANKS, MICRO_BATCHES = 2, 4
 
 
-def train(file, memory):
-    """On a rank: trains with devices of `memory` bytes; returns what was printed, and the reductions of a step."""
+def train(file, memory, verb="train", *options):
+    """On a rank: trains with devices of `memory` bytes; returns what was printed, and the number of reductions."""
     import torch.distributed as dist
 
     counted, reduce_scatter = [0], dist.reduce_scatter_tensor
@@ -25,7 +25,7 @@ def train(file, memory):
     reduction.device_memory, before = lambda _: memory, reduction.device_memory
     dist.reduce_scatter_tensor = count
     try:
-        code, errors = weft_command(file.parent, ["train", str(file)])
+        code, errors = weft_command(file.parent, [verb, str(file), *options])
     finally:
         reduction.device_memory, dist.reduce_scatter_tensor = before, reduce_scatter
     assert code == 0, errors
@@ -59,12 +59,16 @@ def test_gradients_are_reduced_with_every_micro_batch_where_memory_is_short(run)
 
 
 @pytest.mark.parametrize(("memory", "later", "kept"), [(2**40, 2**20, "last"), (2**20, 2**40, "every")])
-def test_a_resumed_run_keeps_the_choice_on_its_mesh(run, tmp_path, memory, later, kept):
+def test_a_resumed_run_and_its_repetition_keep_the_choice_on_their_mesh(run, runner, tmp_path, memory, later, kept):
     run("run", memory)
     said, _, _ = run("run", later, steps=STEPS + 1)
     words = {"last": "the last", "every": "every"}[kept]
     assert f"gradients are reduced with {words} micro-batch (as in the last session)" in said
     assert read_manifest(tmp_path / "run")["reduce_gradients"] == kept
+    (said, _), *_ = runner.pool.call(
+        train, RANKS, tmp_path / "run", later, "reproduce", "--from", "3", "--out", f"{tmp_path}/again"
+    )
+    assert f"gradients are reduced with {words} micro-batch (as in the last session)" in said
     # Sums of another mesh round differently anyway: the memory decides again.
     said, _, _ = run("run", later, steps=STEPS + 2, dp_shard=1, cp=2)
     assert "as in the last session" not in said
