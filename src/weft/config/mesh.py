@@ -140,11 +140,16 @@ class ParallelSection(Section):
     def reduces_every(self) -> bool:
         """Whether gradients are reduced over the ranks with every micro-batch, as far as this section says.
 
-        Without `reduce_gradients` and `zero_stage`, it is false, and `choose_reduction` decides by the memory.
+        With `reduces_by_memory`, it is false, and `choose_reduction` decides.
         """
         if self.reduce_gradients is not None:
             return self.reduce_gradients == "every"
         return self.zero_stage in (2, 3)
+
+    @property
+    def reduces_by_memory(self) -> bool:
+        """Whether this section leaves to the memory when gradients are reduced over the ranks."""
+        return self.reduce_gradients is None and self.zero_stage is None
 
     @property
     def virtual_stages(self) -> int:

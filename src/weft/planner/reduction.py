@@ -15,7 +15,7 @@ def with_reduction(config: RunConfig, devices: int, hardware: Hardware) -> RunCo
         UserError: the run cannot be predicted (see `Job`).
     """
     parallel = config.parallel
-    if parallel.reduce_gradients is not None or parallel.zero_stage is not None:
+    if not parallel.reduces_by_memory:
         return config
     job = Job(config, devices, hardware)
     if job.mesh.pp > 1 or job.mesh.fsdp == 1 or job.micro_batches == 1:

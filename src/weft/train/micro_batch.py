@@ -235,7 +235,7 @@ class _Trials:
         changes: dict[str, Any] = {"training": job.config.training.model_copy(update={"micro_batch_size": sizes[0]})}
         kept = job.world.agree(lambda: job.run.kept_reduction(job.world.shape.sizes), only_first=True)
         parallel = job.config.parallel
-        if kept is not None and parallel.reduce_gradients is None and parallel.zero_stage is None:
+        if kept is not None and parallel.reduces_by_memory:
             changes["parallel"] = parallel.model_copy(update={"reduce_gradients": kept})
         config: RunConfig = job.config.model_copy(update=changes)
         with socket.create_server(("", 0)) as listener:

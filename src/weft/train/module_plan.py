@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.config.components import load_class
 from weft.config.derive import batch_sequences, sequence_length, split_batch
-from weft.config.mesh import SEVERAL_STAGES, MeshShape, ParallelSection
+from weft.config.mesh import MeshShape, ParallelSection
 from weft.config.model import CustomModelSection
 from weft.config.plan_rules import is_custom
 from weft.config.run import RunConfig
@@ -67,7 +67,7 @@ def planned_module(config: RunConfig, ranks: int, hardware: str, *, fresh: bool)
     for name, value in keys.items():
         if getattr(section, name) not in (value, ParallelSection.model_fields[name].default):
             raise UserError(f"parallel.{name}: {getattr(section, name)}, but the plan has {value}; remove the key")
-    usual = 2 if keys["pp_schedule"] in SEVERAL_STAGES else 1
+    usual = ParallelSection(pp_schedule=keys["pp_schedule"]).virtual_stages
     keys["stages_per_rank"] = keys["stages_per_rank"] if keys["stages_per_rank"] != usual else None
     keys["hardware"] = section.hardware
     chosen = config.model_copy(update={"parallel": changed.model_copy(update=keys)})

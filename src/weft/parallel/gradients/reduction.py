@@ -37,7 +37,7 @@ def choose_reduction(model: nn.Module, world: World, kept: str | None = None) ->
     if state is None or not isinstance(model, FSDPModule) or world.shape.fsdp == 1:
         return None  # a pipeline reduces gradients once per step
     plan, parallel = state.plan, state.plan.parallel
-    if parallel.reduce_gradients is not None or parallel.zero_stage is not None:
+    if not parallel.reduces_by_memory:
         return None
     if kept is not None:
         state.reduces_every = kept == "every"
