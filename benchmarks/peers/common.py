@@ -192,15 +192,24 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+# Hosts in a cloud hide an EPYC's number; its generations differ twofold in speed. (family, first model, last model)
+ZEN = {(25, 0, 15): "Zen 3", (25, 16, 31): "Zen 4", (25, 160, 175): "Zen 4", (26, 0, 31): "Zen 5"}
+
+
 def processor() -> str:
-    """The processor's name and number of usable cores."""
+    """The processor's name, its generation if the name does not tell it, and the number of usable cores."""
     import platform
 
     try:
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        name = names[0].split(":", 1)[1].strip()
-    except (OSError, IndexError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+        name = found["model name"]
+    except (OSError, KeyError):
         name = platform.processor() or platform.machine()
+    if name == "AMD EPYC":
+        family, model = int(found["cpu family"]), int(found["model"])
+        zen = [zen for (known, first, last), zen in ZEN.items() if family == known and first <= model <= last]
+        name = " ".join([name, *zen])
     return f"{name}, {available_cores()} cores"
 
 

@@ -6,9 +6,32 @@ from typing import Annotated
 
 import torch
 from annotated_types import Ge, Gt, Lt
+from torch.distributed.tensor import DTensor
 
 
-class AdamW(torch.optim.AdamW):
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's shard of a DTensor, in the shard's memory. Call it where autograd is disabled."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """PyTorch's AdamW, with its fused kernel, on this rank's shards.
+
+    An update is elementwise, so shards have all that it needs. The dispatch of DTensors would take 40 us per parameter.
+    """
+
+    def __init__(self, params, **options):
+        # PyTorch's for-loop implementation takes 3 times as long on a CPU.
+        super().__init__(params, fused=True, **options)
+
+    def _init_group(self, group, *lists):
+        found = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return found
+
+
+class AdamW(LocalAdamW):
     """PyTorch's AdamW, with its fused kernel.
 
     Args:
@@ -27,5 +50,4 @@ class AdamW(torch.optim.AdamW):
         eps: Annotated[float, Gt(0)] = 1e-8,
         weight_decay: Annotated[float, Ge(0)] = 0.1,
     ):
-        # PyTorch's for-loop implementation takes 3 times as long on a CPU.
-        super().__init__(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, fused=True)
+        super().__init__(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay)
