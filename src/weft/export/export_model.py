@@ -12,6 +12,7 @@ from weft import export as targets
 from weft import plugins
 from weft.checkpoint.load import resolve
 from weft.errors import UserError, describe_user_exception
+from weft.export.custom_transformers import exportable
 from weft.files import refuse_existing
 from weft.observe.console import Console
 
@@ -97,7 +98,8 @@ def _call(target: Any, to: str, source: Path, out: Path, console: Console, optio
         raise UserError(what) from None
     refuse_existing(out, "choose another path")
     try:
-        return target(source, out, console, **options)
+        with exportable(source, out, console) as folder:
+            return target(folder, out, console, **options)
     except UserError:
         raise
     except Exception as error:

@@ -35,7 +35,7 @@ from weft.families.mapping import keep_activation_names
 from weft.models.huggingface_weights import saved_dtype, to_config_json
 from weft.observe.console import Console
 
-FAMILIES = "all that Transformers has, and type: hf; no custom components."
+FAMILIES = "all that Transformers has, type: hf, and custom models of these classes; no custom components."
 GENERATION = "generation_config.json"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -112,8 +112,8 @@ def write_huggingface(
         config_files = huggingface_config_files(source, section, tokenizer, entries)
     else:
         raise UserError(
-            f"a custom model ({section.type}) cannot be exported, because Transformers has no such architecture; "
-            "export a model of the built-in decoder or of type: hf",
+            f"a custom model ({section.type}) cannot be exported unless it is a causal language model of Transformers, a "
+            "subclass of one, or a module around one; export a model of the built-in decoder or of type: hf",
             source / files.MODEL,
         )
     if generation := with_stop_token(config_files.get(GENERATION, {}), tokenizer):
