@@ -115,6 +115,24 @@ def test_plans_that_do_not_fit_are_refused(module, plan, words):
     assert all(word in str(error.value) for word in words)
 
 
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            largest = self.layer(x).abs().amax()
+        return self.layer(x) / largest
+
+
+def test_planning_leaves_gradients_and_autocast_as_they_are():
+    with torch.enable_grad():
+        weft.parallelize(Normalized(), torch.zeros(2, 4), devices=2)
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+
+
 def test_what_cannot_be_planned_is_refused(module):
     with pytest.raises(UserError, match="example_inputs has no tensor"):
         weft.parallelize(module, (), devices=2)

@@ -145,6 +145,8 @@ def _source(trace: str | None) -> str:
 
 
 IGNORED = ("_assert_tensor_metadata", "_assert_async", "sym_constrain_range", "_assert_scalar", "sym_size")
+IGNORED += ("_enter_autocast", "_exit_autocast")  # dtypes are recorded; a trial must not change how others run
+GRADIENTS = "_set_grad_enabled"  # in a program, `torch.no_grad()` begins and ends with this call
 
 
 def convert(
@@ -188,6 +190,7 @@ class _Conversion:
         self.refs: dict[fx.Node, Ref] = {}
         self.repeated = {group[0]: len(group) for group in groups}
         self.placed: dict[str, Ref] = {}
+        self.graded = True  # whether gradients are on
         names: dict[int, str] = {}
         self.tied: dict[str, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -221,6 +224,9 @@ class _Conversion:
         """Adds an operation; a choice among the results of another one becomes a reference."""
         if any(word in str(one.target) for word in IGNORED):
             return
+        if GRADIENTS in str(one.target):
+            self.graded = bool(one.args[0])
+            return
         if getattr(one.target, "__name__", "") == "getitem":
             source, index = one.args
             assert isinstance(source, fx.Node)
@@ -230,7 +236,7 @@ class _Conversion:
         _refuse_symbols(one, self.module)
         node = _operation(one, self.refs)
         node.times = self.times(node.modules[-1]) if node.modules else 1
-        node.trained = _trained(node, self.nodes)
+        node.trained = _trained(node, self.nodes) if self.graded else tuple(False for _ in node.outputs)
         self.add(one, node)
 
 
