@@ -37,8 +37,9 @@ class Job:
         name: name of the file with what it prints.
         what: description in the table.
         command: arguments of the interpreter. `{minutes}` stands for the minutes that the process has.
-        seconds: the most that it may take; the rest of the budget if that is less.
+        seconds: the most that it may take; less if the budget, without what is reserved, is less.
         least: it is not started if less of the budget is left.
+        reserve: seconds of the budget that the parts before it leave for it.
         needs: packages without which it is left out.
     """
 
@@ -47,6 +48,7 @@ class Job:
     command: list[str]
     seconds: float
     least: float = 20
+    reserve: float = 0
     needs: tuple[str, ...] = ()
     status: str = "not started: the time was over"
     took: float | None = None
@@ -77,18 +79,23 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     decode = [str(HERE / "generate_decode.py"), *common, *sizes, *rows, *quick]
     throughput = ["--sizes", "60m", "--modes", "compiled", "--dtypes", "bf16", "--only", "weft,trainer,hf"]
     families = ["--modes", "compiled"]
+    trainer, titan = [*gpu, "--only", "trainer-bf16"], [*gpu, "--only", "titan-bf16"]
     found = [
-        Job("tests", "tests marked `gpu`", [*tests, "--continue-on-collection-errors", *marked], 150, 15, ("pytest",)),
-        Job("training-bf16", "training in bf16: tokens/s, MFU, memory", [*gpu, "--only", "weft-bf16"], 200),
-        Job("training-fp8", "training in fp8", [*gpu, "--only", "weft-fp8"], 200, needs=("torchao",)),
-        Job("generation", "decoding, beside transformers", decode, 120),
-        Job("trainer", "`Trainer` in bf16", [*gpu, "--only", "trainer-bf16"], 200, 30, ("transformers", "accelerate")),
+        Job(
+            "tests", "tests marked `gpu`", [*tests, "--continue-on-collection-errors", *marked], 150, 15, 0, ("pytest",)
+        ),
+        Job("training-bf16", "training in bf16: tokens/s, MFU, memory", [*gpu, "--only", "weft-bf16"], 300, 20, 120),
+        Job("training-fp8", "training in fp8", [*gpu, "--only", "weft-fp8"], 200, 20, 60, ("torchao",)),
+        Job("generation", "decoding, beside transformers", decode, 120, 20, 40),
+        Job("trainer", "`Trainer` in bf16", trainer, 200, 30, 60, ("transformers", "accelerate")),
+        Job("torchtitan", "torchtitan in bf16", titan, 200, 30, 60, ("torchtitan",)),
         Job(
             "throughput",
             "a small model beside `Trainer` and a bare loop",
             [str(HERE / "train_throughput.py"), *common, *once, *(quick or throughput)],
             150,
             30,
+            needs=("transformers",),
         ),
         Job(
             "families",
@@ -96,7 +103,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             [str(HERE / "family_step.py"), *common, *once, *(quick or families)],
             300,
             30,
-            ("transformers",),
+            needs=("transformers",),
         ),
     ]
     asked = args.only.split(",")
@@ -104,16 +111,26 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     return [job for job in found if any(text in job.name for text in asked)]
 
 
-def run(job: Job, folder: Path, left: float) -> None:
-    """Runs a process until it ends or its time is over, and notes how it ended."""
-    if missing := [name for name in job.needs if importlib.util.find_spec(name) is None]:
-        job.status = f"left out: {' and '.join(missing)} is not installed"
+def missing(job: Job) -> list[str]:
+    """The packages that a process needs, and this interpreter does not have."""
+    return [name for name in job.needs if importlib.util.find_spec(name) is None]
+
+
+def run(job: Job, folder: Path, left: float, reserved: float = 0) -> None:
+    """Runs a process until it ends or its time is over, and notes how it ended.
+
+    Args:
+        left: seconds of the budget.
+        reserved: those of them that belong to later parts. A part gets its own reserve in any case.
+    """
+    if absent := missing(job):
+        job.status = f"left out: {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed"
         return
     if left < job.least:
         return
-    seconds, began = min(job.seconds, left), time.monotonic()
-    # A benchmark starts no measurement in the last part of its time.
-    command = [text.replace("{minutes}", f"{0.6 * seconds / 60:.2f}") for text in job.command]
+    seconds, began = min(job.seconds, left, max(left - reserved, job.reserve, job.least)), time.monotonic()
+    # A benchmark starts no measurement in the last part of its time, which is that of one measurement, about a minute.
+    command = [text.replace("{minutes}", f"{max(0.6 * seconds, seconds - 70) / 60:.2f}") for text in job.command]
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     out = folder / f"{job.name}.txt"
@@ -177,12 +194,12 @@ def main() -> int:
         return 1
     every, folder = jobs(args), args.out / "gpu_check"
     folder.mkdir(parents=True, exist_ok=True)
-    for job in every:
+    for number, job in enumerate(every, 1):
         left = 60 * args.minutes - MARGIN - (time.monotonic() - began)
         later, job.status = job.status, "running"
         page = write(args, device, every)
         job.status = later
-        run(job, folder, left)
+        run(job, folder, left, sum(later.reserve for later in every[number:] if not missing(later)))
         page = write(args, device, every)
         print(f"{job.name}: {job.status}" + (f" ({job.took:.0f} s): {job.last}" if job.took else ""), flush=True)
     print(f"written to {page}")

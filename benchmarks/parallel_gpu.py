@@ -1,17 +1,19 @@
-"""Training on one GPU: tokens/s, MFU and peak memory of Llamas at 4,096 tokens, beside transformers' `Trainer`.
+"""Training on one GPU: tokens/s, MFU and peak memory of Llamas, beside transformers' `Trainer` and torchtitan.
 
-    python benchmarks/parallel_gpu.py [--sizes 125m,1b,2.7b] [--rounds 2] [--minutes 25]
+    python benchmarks/parallel_gpu.py [--sizes 1b,124m,2.7b,125m] [--rounds 2] [--minutes 25]
     .venv/bin/python benchmarks/parallel_gpu.py --device cpu --quick  # does it work at all?
 
-Weft in bfloat16 and with products in 8 bits (`training.fp8`), both compiled, as is the `Trainer`. Whoever does not get
-a step's sequences into memory at once takes them in halves, and the table says so. They take turns, round after round;
-the goal is an MFU of 0.55 or more in bfloat16 from a billion parameters on. Writes a table (.md) and all numbers
+Weft in bfloat16 and with products in 8 bits (`training.fp8`), both compiled, as are the peers; a peer that is not
+installed is left out, and the table says so. Whoever does not get a step's sequences into memory at once takes them in
+halves. They take turns, round after round; the goals are an MFU of 0.55 or more in bfloat16 from a billion parameters
+on, and 465,000 tokens/s of 124M parameters on an H100. Writes a table (.md) and all numbers
 (.json) into benchmarks/results after each measurement; sizes and subjects that are not asked for keep the figures that
 are there, if those are from the same device and versions.
 """
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import statistics
@@ -35,8 +37,7 @@ from common import (  # noqa: E402
     write_tokens,
 )
 
-SEQUENCE = 4096
-_LLAMA = {"vocab_size": VOCABULARY, "max_position_embeddings": SEQUENCE, "rope_theta": 10_000.0, "rms_norm_eps": 1e-5}
+_LLAMA = {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "rope_theta": 10_000.0, "rms_norm_eps": 1e-5}
 
 
 def _shape(width: int, layers: int, heads: int, inner: int) -> dict:
@@ -44,20 +45,24 @@ def _shape(width: int, layers: int, heads: int, inner: int) -> dict:
     return sizes | _LLAMA | {"num_key_value_heads": heads, "intermediate_size": inner, "tie_word_embeddings": False}
 
 
-# shape; sequences a step; how many of them are tried at once (of 80 GB, state takes 16 bytes a parameter)
+# shape; tokens of a sequence; sequences a step; how many of them are tried at once (of 80 GB, state takes 16 bytes a
+# parameter). The most valuable first: what has a goal.
 PLAN = {
-    "125m": (_shape(768, 12, 12, 2048), 16, 16),
-    "1b": (_shape(2048, 18, 16, 5632), 8, 8),
-    "2.7b": (_shape(2560, 32, 20, 6912), 4, 2),
+    "1b": (_shape(2048, 18, 16, 5632), 4096, 8, 8),
+    # 84.9M parameters in the blocks, as GPT-2's smallest, with its vocabulary padded to a multiple of 64
+    "124m": (_shape(768, 12, 12, 2048) | {"vocab_size": 50_304, "tie_word_embeddings": True}, 1024, 64, 64),
+    "2.7b": (_shape(2560, 32, 20, 6912), 4096, 4, 2),
+    "125m": (_shape(768, 12, 12, 2048), 4096, 16, 16),
 }
-QUICK = {"tiny": (_shape(64, 2, 4, 176) | {"vocab_size": 512}, 4, 4)}
-SUBJECTS = {  # name in the table, program, what it is asked for
-    "weft-bf16": ("Weft, bf16", "parallel_steps.py", {"peer": "weft", "dtype": "bf16"}),
-    "weft-fp8": ("Weft, fp8", "parallel_steps.py", {"peer": "weft", "dtype": "fp8"}),
-    "trainer-bf16": ("transformers' Trainer, bf16", "hf_trainer.py", {"dtype": "bf16"}),
+QUICK = {"tiny": (_shape(64, 2, 4, 176) | {"vocab_size": 512, "tie_word_embeddings": True}, 128, 4, 2)}
+SUBJECTS = {  # name in the table, program, the package it needs, what it is asked for
+    "weft-bf16": ("Weft, bf16", "parallel_steps.py", "torch", {"peer": "weft", "dtype": "bf16"}),
+    "weft-fp8": ("Weft, fp8", "parallel_steps.py", "torchao", {"peer": "weft", "dtype": "fp8"}),
+    "trainer-bf16": ("transformers' Trainer, bf16", "hf_trainer.py", "transformers", {"dtype": "bf16"}),
+    "titan-bf16": ("torchtitan, bf16", "titan_steps.py", "torchtitan", {"dtype": "bf16"}),
 }
 WARMUP, STEPS = 3, 8
-GOAL = 0.55
+GOAL, GOAL_124M = 0.55, 465_000
 LLAMA_8B = _shape(4096, 32, 32, 14_336) | {"num_key_value_heads": 8, "vocab_size": 128_256}
 TITAN = "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 1"
 MODALITIES = "github.com/Modalities/modalities, README.md, MareNostrum 5"
@@ -79,13 +84,16 @@ NOTES = f"""\
 - **Weft**: the parts of its training loop (`build_sharded_model` on a mesh of one process, passes, clipping), blocks
   compiled and float32 state; nothing is computed again. fp8: `training.fp8`, the layers' matrices by torchao.
 - **Trainer**: its defaults with `bf16=True` (autocast) and `torch_compile=True`, less reports, progress bar and saving.
+- **torchtitan**: its Llama, parallelized by its own function on a mesh of one process (FSDP2's precision policy, each
+  block compiled), its loss in 8 chunks, compiled; scaled dot-product attention.
 - The same shape, random tokens, fused AdamW, clipping at 1, and number of sequences in a step; each measurement in a
   fresh process. A step lasts from the end of one to the end of the next. Memory is the peak of what was allocated.
-- The goal is an MFU of {GOAL} or more in bf16 from a billion parameters on."""
+- The goals are an MFU of {GOAL} or more in bf16 from a billion parameters on, and {GOAL_124M:,} tokens/s of 124M
+  parameters with sequences of 1,024 tokens on an H100."""
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Training on one GPU, of Weft and transformers' Trainer.")
+    parser = argparse.ArgumentParser(description="Training on one GPU, of Weft and its peers.")
     parser.add_argument("--sizes", default=",".join(PLAN), help=f"of {', '.join(PLAN)}")
     parser.add_argument("--only", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}")
     parser.add_argument("--modes", default="compiled", help="of eager, compiled")
@@ -98,9 +106,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
-    args.plan, args.sequence = (QUICK, 128) if args.quick else (PLAN, SEQUENCE)
+    args.plan = QUICK if args.quick else PLAN
     if args.quick:
-        args.sizes, args.rounds, args.steps = "tiny", 1, 2
+        args.sizes, args.rounds, args.steps = ",".join(QUICK), 1, 2
     for name, known in (("sizes", args.plan), ("only", SUBJECTS), ("modes", ("eager", "compiled"))):
         asked = getattr(args, name).split(",")
         if unknown := set(asked) - set(known):
@@ -125,7 +133,6 @@ class Measurements:
             "peak_flops_per_second": peak["flops_per_second"],
             "peak_origin": peak["origin"],
             "versions": {"python": sys.version.split()[0]} | {name: _version(name) for name in _PACKAGES},
-            "sequence": args.sequence,
             "quick": args.quick,
         }
         path = args.out / f"{self.name}.json"
@@ -164,20 +171,22 @@ class Measurements:
                     print(f"round {number + 1}: {size} {key}: FAILED: {got['failed'][:200]}", flush=True)
                 else:
                     of_size["cells"].setdefault(key, []).append(got)
-                    speed = args.plan[size][1] * args.sequence / statistics.median(got["seconds"])
+                    speed = args.plan[size][1] * args.plan[size][2] / statistics.median(got["seconds"])
                     print(f"round {number + 1}: {size} {key}: {speed:,.0f} tokens/s", flush=True)
                 write_results(args.out, self.name, self.table(), self.found, show=False)
 
     def one(self, size: str, mode: str, subject: str, work: Path) -> dict:
         """One measurement, with as many sequences at once as there is memory for."""
         args = self.args
-        shape, rows, micro = args.plan[size]
-        data = write_tokens(work / f"{size}-{args.sequence}.npy", 64, args.sequence, shape["vocab_size"])
-        _, program, own = SUBJECTS[subject]
+        shape, sequence, rows, micro = args.plan[size]
+        _, program, package, own = SUBJECTS[subject]
+        if importlib.util.find_spec(package) is None:
+            return {"failed": f"{package} is not installed"}
+        data = write_tokens(work / f"{size}-{sequence}.npy", 64, sequence, shape["vocab_size"])
         before = self.found["sizes"][size]["cells"].get(f"{mode} {subject}")
         micro = before[0]["micro"] if before else micro
         while True:
-            job = own | {"shape": shape, "batch": rows, "micro": micro, "sequence": args.sequence, "data": str(data)}
+            job = own | {"shape": shape, "batch": rows, "micro": micro, "sequence": sequence, "data": str(data)}
             job |= {"warmup": WARMUP, "steps": args.steps, "compile": mode == "compiled", "device": args.device}
             got = measured_apart(str(HERE / "peers" / program), job | {"threads": available_cores()})
             if got.get("failed") != "out of memory" or micro == 1:
@@ -196,8 +205,7 @@ class Measurements:
             f"{found['device']}; bfloat16 peak: {peak / 1e12:,.1f} TFLOP/s ({found['peak_origin']}); {versions}; "
             f"{dates}.",
             "",
-            f"Sequences of {found['sequence']:,} tokens; the median step of {self.args.rounds} rounds or what there "
-            "was of them, taking turns.",
+            f"The median step of {self.args.rounds} rounds or what there was of them, taking turns.",
             "",
             NOTES,
         ]
@@ -205,14 +213,14 @@ class Measurements:
             lines += ["", "**A quick look at a tiny model, not a measurement.**"]
         lines += [
             "",
-            "| parameters | | tokens/s | MFU | x Trainer | peak memory (GiB) | sequences a step (at once) |",
+            "| parameters | | tokens/s | MFU | x Trainer | peak memory (GiB) | sequences a step (at once) of tokens |",
             "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
         ]
         missing = []
         for size, one in found["sizes"].items():
-            shape, rows, _ = self.args.plan[size]
+            shape, sequence, rows, _ = self.args.plan[size]
             speeds = {
-                key: rows * found["sequence"] / statistics.median(s for run in runs for s in run["seconds"])
+                key: rows * sequence / statistics.median(s for run in runs for s in run["seconds"])
                 for key, runs in one["cells"].items()
             }
             for key, runs in one["cells"].items():
@@ -221,9 +229,9 @@ class Measurements:
                 trainer = speeds.get(f"{mode} trainer-bf16")
                 lines.append(
                     f"| {parameters_of(shape) / 1e6:,.0f}M | {SUBJECTS[subject][0]}, {mode} | {speeds[key]:,.0f} "
-                    f"| {speeds[key] * flops_per_token(shape, found['sequence']) / peak:.3f} "
+                    f"| {speeds[key] * flops_per_token(shape, sequence) / peak:.3f} "
                     f"| {f'{speeds[key] / trainer:.2f}' if trainer else '-'} | {memory / 2**30:,.1f} "
-                    f"| {rows} ({runs[0]['micro']}) |"
+                    f"| {rows} ({runs[0]['micro']}) of {sequence:,} |"
                 )
             missing += [f"- {size}, {key}: {why}" for key, why in one["failed"].items()]
         lines += ["", *reported()]
@@ -243,7 +251,7 @@ def reported() -> list[str]:
     return lines
 
 
-_PACKAGES = ("torch", "transformers", "accelerate", "torchao")
+_PACKAGES = ("torch", "transformers", "accelerate", "torchao", "torchtitan")
 
 
 def _version(package: str) -> str:

@@ -16,10 +16,10 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.rope import RoPE
 
 
-def built(config: dict):
-    """Returns torchtitan's model for a config.json of Hugging Face."""
+def built(config: dict, sequence: int = 512):
+    """Returns torchtitan's model for a config.json of Hugging Face, for at most `sequence` tokens."""
     dim, head = config["hidden_size"], config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    rope: dict = {"dim": head, "max_seq_len": 512, "theta": config["rope_parameters"]["rope_theta"]}
+    rope: dict = {"dim": head, "max_seq_len": sequence, "theta": config["rope_parameters"]["rope_theta"]}
     if config["rope_parameters"].get("rope_type") == "llama3":
         rope |= {"scaling": "llama", "scaling_factor": config["rope_parameters"]["factor"]}
     sizes = {
