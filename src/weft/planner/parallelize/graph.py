@@ -145,8 +145,8 @@ def _source(trace: str | None) -> str:
 
 
 IGNORED = ("_assert_tensor_metadata", "_assert_async", "sym_constrain_range", "_assert_scalar", "sym_size")
-IGNORED += ("_enter_autocast", "_exit_autocast")  # dtypes are recorded; a trial must not change how others run
-GRADIENTS = "_set_grad_enabled"  # in a program, `torch.no_grad()` begins and ends with this call
+REGION = "wrap_with_"  # operators that call a part of the program, such as that within `torch.no_grad()`
+GRADIENTS = "wrap_with_set_grad_enabled"  # (enabled, part, tensors...)
 
 
 def convert(
@@ -168,14 +168,8 @@ def convert(
     for one in program.graph.nodes:
         if one.op == "placeholder":
             found.placeholder(one)
-        elif one.op == "call_function":
-            found.call(one)
-        elif one.op == "output":
-            leaves = tree_leaves(one.args[0])
-            used = tuple(found.refs[leaf] for leaf in leaves if isinstance(leaf, fx.Node) and leaf in found.refs)
-            found.nodes.append(Node("output", "output", args=used))
-        elif isinstance(value := getattr(program.graph_module, str(one.target), None), torch.Tensor):
-            found.add(one, Node(str(one.target), "buffer", outputs=(_meta(value),), trained=(False,)))
+    used = tuple(ref for ref in found.walk(program.graph_module) if ref is not None)
+    found.nodes.append(Node("output", "output", args=used))
     graph = Graph(found.nodes, [], found.tied)
     graph.repeats = [_repeat(graph, group, group in chained) for group in groups]
     return graph
@@ -190,6 +184,7 @@ class _Conversion:
         self.refs: dict[fx.Node, Ref] = {}
         self.repeated = {group[0]: len(group) for group in groups}
         self.placed: dict[str, Ref] = {}
+        self.regions: dict[fx.Node, list[Ref | None]] = {}  # calls of parts of the program -> results
         self.graded = True  # whether gradients are on
         names: dict[int, str] = {}
         self.tied: dict[str, str] = {}
@@ -220,18 +215,44 @@ class _Conversion:
         if node.kind == "parameter":
             self.placed[node.name] = self.refs[one]
 
+    def walk(self, region: fx.GraphModule) -> list[Ref | None]:
+        """Adds the operations of a program, or of a part of it. Returns the references of its results."""
+        for one in region.graph.nodes:
+            if one.op == "call_function":
+                self.call(one)
+            elif one.op == "output":
+                leaves = tree_leaves(one.args[0])
+                return [self.refs.get(leaf) if isinstance(leaf, fx.Node) else None for leaf in leaves]
+            elif one.op == "get_attr" and isinstance(value := getattr(region, str(one.target), None), torch.Tensor):
+                self.add(one, Node(str(one.target), "buffer", outputs=(_meta(value),), trained=(False,)))
+        return []
+
+    def enter(self, one: fx.Node) -> None:
+        """Adds the operations of a part of the program that an operator calls, in the place of the operator."""
+        place = next(at for at, arg in enumerate(one.args) if isinstance(arg, fx.Node) and arg.op == "get_attr")
+        region: Any = getattr(one.graph.owning_module, str(getattr(one.args[place], "target", "")))
+        given = [node for node in region.graph.nodes if node.op == "placeholder"]
+        pairs = zip(given, one.args[place + 1 :], strict=True)
+        self.refs |= {inner: self.refs[arg] for inner, arg in pairs if isinstance(arg, fx.Node) and arg in self.refs}
+        before = self.graded
+        self.graded = bool(one.args[0]) if GRADIENTS in str(one.target) else before
+        self.regions[one] = self.walk(region)
+        self.graded = before
+
     def call(self, one: fx.Node) -> None:
         """Adds an operation; a choice among the results of another one becomes a reference."""
         if any(word in str(one.target) for word in IGNORED):
             return
-        if GRADIENTS in str(one.target):
-            self.graded = bool(one.args[0])
+        if REGION in str(one.target):
+            self.enter(one)
             return
         if getattr(one.target, "__name__", "") == "getitem":
             source, index = one.args
             assert isinstance(source, fx.Node)
             assert isinstance(index, int)
-            self.refs[one] = Ref(self.refs[source].node, index)
+            ref = self.regions[source][index] if source in self.regions else Ref(self.refs[source].node, index)
+            if ref is not None:
+                self.refs[one] = ref
             return
         _refuse_symbols(one, self.module)
         node = _operation(one, self.refs)
