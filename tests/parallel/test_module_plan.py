@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import weft
 from weft.cli.main import main
 from weft.config.dump import read_saved
 from weft.errors import ConfigError, UserError
+from weft.planner.hardware import load_hardware
 from weft.planner.parallelize.plan import Plan
 from weft.planner.parallelize.read import read_plan
 from weft.train.module_plan import planned_module
@@ -47,6 +49,22 @@ class LlamaForCausalLM(transformers.LlamaForCausalLM):
 
     def forward(self, tokens):
         return super().forward(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+"""
+
+
+CALLS_THE_MODEL = """
+class Objective:
+    def inputs(self, batch):
+        return {"tokens": batch.tokens, "labels": batch.labels}
+
+    def weight(self, batch):
+        return batch.weight.sum()
+
+    def loss(self, outputs, batch):
+        return -(outputs * batch.weight).sum()
+
+    def compute(self, forward, batch):
+        return self.loss(forward(self.inputs(batch)), batch)
 """
 
 
@@ -203,12 +221,55 @@ def test_stages_that_a_run_cannot_use_are_one_line(runner, net, tmp_path):
         runner.pool.run(one, 2)
 
 
+def links(folder, bandwidth):
+    """A hardware file whose devices compute so slowly that only they and the bandwidth, in GB/s, matter."""
+    device = {"peak_tflops": {"float64": 1e-4, "float32": 1e-4}, "launch_us": 0, "memory_bandwidth_gb_s": 1e6}
+    machine: dict[str, Any] = load_hardware("cpu-generic").model_dump(exclude_none=True)
+    machine["device"] |= device
+    machine["levels"] = [{"name": "link", "latency_us": 1, "bandwidth_gb_s": bandwidth}]
+    file = folder / f"links_{bandwidth:g}.yaml"
+    file.write_text(json.dumps(machine))
+    return str(file)
+
+
+def test_auto_finds_stages_where_links_are_slow_and_a_resumed_run_keeps_them(runner, net, tmp_path):
+    slow, longer = {"auto": True, "hardware": links(tmp_path, 1e-3)}, {"training": {"steps": 4}}
+    runner.pool.run(write_run(tmp_path, "alone", net, {}, **longer), 1, seconds=120)
+    runner.pool.run(write_run(tmp_path, "staged", net, slow), 2, seconds=120)
+    plan, saved = read_plan("staged/plan.py"), read_saved(tmp_path / "staged" / "config.yaml")["parallel"]
+    assert (plan.pp, plan.dp, plan.tp, plan.micro_batches) == (2, 1, 1, 4)
+    assert saved["pp"] == 2
+    (tmp_path / "staged" / "plan.json").write_text(json.dumps(plan.to_json() | {"notes": {"kept": "yes"}}))
+    runner.pool.run(write_run(tmp_path, "staged", net, slow, **longer), 2, seconds=120)
+    assert read_plan("staged/plan.py").notes == {"kept": "yes"}
+    difference = compare(Run(tmp_path / "alone"), Run(tmp_path / "staged"))
+    assert difference.largest <= WITHIN, difference.wrong()
+
+
+def test_auto_compares_whole_steps_with_and_without_stages(net, tmp_path):
+    def mesh(name, bandwidth=1e-3, **changes):
+        parallel = {"auto": True, "hardware": links(tmp_path, bandwidth)}
+        config = weft.RunConfig.load(write_run(tmp_path, name, net, parallel, **changes))
+        found = planned_module(config, 2, fresh=False)[0].parallel
+        return found.pp, found.dp_shard, found.tp
+
+    assert mesh("slow") == (2, 1, 1)
+    assert mesh("fast", bandwidth=1e3) == (1, 2, 1)
+    assert mesh("one", training={"micro_batch_size": 8})[0] == 1  # stages would wait for each other
+    larger = {"batch_tokens": 64 * 32}
+    assert mesh("large", training=larger | {"micro_batch_size": 32}) == (1, 2, 1)  # gradients are reduced once
+    assert mesh("accumulated", training=larger | {"micro_batch_size": 1})[0] == 2  # and here 32 times
+    (tmp_path / "calls_the_model.py").write_text(CALLS_THE_MODEL)
+    assert mesh("calls", objective={"type": "calls_the_model:Objective"})[0] == 1
+
+
 def test_auto_keeps_the_plan_of_the_last_session(net, tmp_path, capsys):
     assert main(["train", str(write_run(tmp_path, "auto", net, "auto"))]) == 0
     assert "parallel: dp 1, tp 1 (auto; " in capsys.readouterr().err
     saved, plan = read_saved(tmp_path / "auto" / "config.yaml")["parallel"], read_plan("auto/plan.py")
     assert (saved["dp_shard"], saved["tp"], saved["plan"]) == (1, 1, str(tmp_path / "auto" / "plan.py"))
     assert plan.structure
+    assert plan.notes["hardware"] == load_hardware("cpu-generic").device.name  # also where a later call finds it
     (tmp_path / "auto" / "plan.json").write_text(json.dumps(plan.to_json() | {"notes": {"kept": "yes"}}))
     assert main(["train", str(write_run(tmp_path, "auto", net, "auto", training={"steps": 3}))]) == 0
     assert read_plan("auto/plan.py").notes == {"kept": "yes"}
@@ -264,9 +325,9 @@ def test_a_run_may_name_the_usual_number_of_stages_of_its_plan(net, tmp_path, pl
     plan.write("plan.py")
     keys = {"plan": "plan.py", "pp": 2, "pp_schedule": schedule, "stages_per_rank": usual}
     config = weft.RunConfig.load(write_run(tmp_path, "one", net, keys))
-    assert planned_module(config, 2, "", fresh=True)[0].parallel.stages_per_rank is None
+    assert planned_module(config, 2, fresh=True)[0].parallel.stages_per_rank is None
     keys |= {"pp_schedule": "interleaved_1f1b", "stages_per_rank": 3}
     config = weft.RunConfig.load(write_run(tmp_path, "one", net, keys))
     words = "parallel.stages_per_rank: 3, but the plan has 2; remove" if usual == 2 else "but the plan has 1f1b; remove"
     with pytest.raises(UserError, match=words):
-        planned_module(config, 2, "", fresh=True)
+        planned_module(config, 2, fresh=True)

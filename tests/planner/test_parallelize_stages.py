@@ -6,11 +6,14 @@ import staged_modules
 import torch
 from planner_hardware import ideal
 
+from weft.config.mesh import ParallelSection
 from weft.errors import UserError
+from weft.parallel.axes.pipeline import SCHEDULES as SHORT
 from weft.planner.parallelize.plan import Plan
 from weft.planner.parallelize.read import read_plan
 from weft.planner.parallelize.search import search_plan
 from weft.planner.parallelize.stage_search import simulate
+from weft.planner.parallelize.stage_table import V_SHAPED, fits_schedule, stages_of
 from weft.planner.parallelize.verify import verify_plan
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -86,6 +89,18 @@ def test_tables_of_stages_that_do_not_fit_are_refused(change, words):
     with pytest.raises(UserError) as error:
         Plan(**plan).check(staged_modules.make("gpt"))
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_plan_allows_the_schedules_and_micro_batches_that_a_run_allows():
+    for short, schedule in SHORT.items():
+        section = ParallelSection(pp=4, pp_schedule=short)
+        stages = 4 * section.virtual_stages
+        found = [count for count in range(1, 40) if fits_schedule(schedule, 4, stages, count)]
+        assert found == [count for count in range(1, 40) if section.supports(count, 4)], short
+        assert (len(stages_of(4, [("", ())] * stages, schedule, 8).stages_of(0)), schedule in V_SHAPED) == (
+            section.virtual_stages,
+            short in ("zbv_zero_bubble", "dualpipev"),
+        )
 
 
 def test_stages_are_the_same_in_the_file_and_after_edits(tmp_path):

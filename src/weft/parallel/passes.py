@@ -180,6 +180,19 @@ class Passes:
         combine(prepared, self._sum_over_data)
         yield from prepared
 
+    def inputs_of_step(
+        self, micro_batches: Sequence[Batch], learned_tokens: float
+    ) -> tuple[list[Batch], list[dict[str, Any]], list[Batch]]:
+        """Returns the micro-batches of a step with as many sequences in each, the model's inputs, and the shards.
+
+        Padding is copies of sequences, with loss weight 0.
+        """
+        size = max(len(one.tokens) for one in micro_batches)
+        padded = [one.pad(size - len(one.tokens)) if len(one.tokens) < size else one for one in micro_batches]
+        both = [self.shard(*each) for each in zip(padded, self.prepare_step(padded), strict=True)]
+        inputs = [self.complete(self.objective.inputs(shard), batch, shard, learned_tokens) for batch, shard in both]
+        return padded, inputs, [shard for _, shard in both]
+
     def _sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
         total, axes = tensor.detach().clone(), ("dp_replicate", "dp_shard")
         for axis in (axis for axis in axes if self.world.shape.sizes[axis] > 1):

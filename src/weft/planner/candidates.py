@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.config.derive import batch_sequences, sequence_length
 from weft.config.legal_mesh import is_legal, mesh_needs
-from weft.config.mesh import AXES, SEVERAL_STAGES, MeshShape, ParallelSection, Schedule, can_exchange_heads
+from weft.config.mesh import AXES, MeshShape, ParallelSection, Schedule, can_exchange_heads
 from weft.config.model import ModelSection
 from weft.config.nearest_mesh import divisors
 from weft.config.run import RunConfig
@@ -242,7 +242,7 @@ class MeshSpace:
             stage_layers: number of layers of each pipeline stage; None: `parallel.stage_layers` is not set.
         """
         layout, mesh = candidate.layout, candidate.mesh
-        default = 2 if candidate.schedule in SEVERAL_STAGES else 1
+        usual = ParallelSection(pp_schedule=candidate.schedule).virtual_stages
         chosen = layout.pp == 1 and layout.count > 1 and mesh.fsdp > 1  # else a run has no choice
         reduction = "every" if candidate.every else "last" if chosen else None
         changes: dict[str, Any] = {
@@ -253,7 +253,7 @@ class MeshSpace:
             "async_tp": self.config.parallel.async_tp and mesh.tp > 1,
             "cp_method": layout.work.method,
             "pp_schedule": candidate.schedule,
-            "stages_per_rank": candidate.virtual if candidate.virtual != default else None,
+            "stages_per_rank": candidate.virtual if candidate.virtual != usual else None,
             "stage_layers": stage_layers,
         }
         changes |= {key: self.given[key] for key in ("cp_method", "stage_layers") if key in self.given}

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from weft.config.dump import read_saved
 from weft.config.legal_mesh import check_mesh
 from weft.config.mesh import mesh_shape
@@ -15,9 +13,7 @@ from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.observe.console import Console
 from weft.parallel.ranks import error_on_all_ranks
-from weft.train.module_plan import module_facts, plan_of, planned_module, uses_plan
-
-GENERIC = "cpu-generic"
+from weft.train.module_plan import module_facts, plan_of, planned_module, this_hardware, uses_plan
 
 
 def planned(config: RunConfig, ranks: int, console: Console, *, fresh: bool) -> RunConfig:
@@ -41,8 +37,7 @@ def planned(config: RunConfig, ranks: int, console: Console, *, fresh: bool) -> 
             "parallel: auto plans for the batches of data.train, but the batches are passed to step; set the mesh"
         )
     if uses_plan(config):
-        hardware = (config.parallel.hardware or this_hardware()) if config.parallel.auto else ""
-        chosen, line = planned_module(config, ranks, hardware, fresh=fresh)
+        chosen, line = planned_module(config, ranks, fresh=fresh)
         console.line(line)
         return chosen
     if not fresh and (kept := _last(config, ranks)) is not None:
@@ -85,22 +80,6 @@ def write_found_plan(config: RunConfig, ranks: int) -> None:
     path, plan = Path(config.parallel.plan), plan_of(config, ranks)
     if not path.is_file() or read_plan(path) != plan:
         plan.write(path)
-
-
-def this_hardware() -> str:
-    """Returns the name of the hardware file of this machine's devices. Raises UserError if none is known."""
-    if not torch.cuda.is_available():
-        return GENERIC
-    from weft.planner.hardware import hardware_of
-
-    device, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 1e9
-    found = hardware_of(device, memory)
-    if found is None:
-        raise UserError(
-            f"parallel: auto: no hardware file describes {device}; measure one (weft bench device, weft bench comm), "
-            "and name it in parallel.hardware"
-        )
-    return found
 
 
 def _last(config: RunConfig, ranks: int) -> RunConfig | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from dataclasses import replace
-from functools import cache, partial
+import math
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from weft.config.components import load_class
 from weft.config.derive import batch_sequences, sequence_length, split_batch
-from weft.config.mesh import MeshShape, ParallelSection
+from weft.config.mesh import MeshShape, ParallelSection, Schedule
 from weft.config.model import CustomModelSection
 from weft.config.plan_rules import is_custom
 from weft.config.run import RunConfig
@@ -28,9 +29,12 @@ from weft.parallel.model_state import ATTRIBUTE, ModelPlan, ModelState
 from weft.parallel.world import World
 
 if TYPE_CHECKING:
+    from weft.planner.hardware import Hardware
     from weft.planner.parallelize.plan import Plan
+    from weft.planner.parallelize.pricing import Split
 
 FILE = "plan.py"  # in the run directory: the plan that `parallel: auto` found
+GENERIC = "cpu-generic"
 
 
 def uses_plan(config: RunConfig) -> bool:
@@ -38,14 +42,14 @@ def uses_plan(config: RunConfig) -> bool:
     return config.parallel.plan is not None or (config.parallel.auto and is_custom(config.model.type))
 
 
-def planned_module(config: RunConfig, ranks: int, hardware: str, *, fresh: bool) -> tuple[RunConfig, str]:
+def planned_module(config: RunConfig, ranks: int, *, fresh: bool) -> tuple[RunConfig, str]:
     """Returns the config with the mesh of its plan, and a line about the plan. Every rank finds the same.
 
-    With `parallel.auto`, the plan of the last session is kept if it is for this model and as many ranks.
+    With `parallel.auto`, the plan of the last session is kept if it is for this model and as many ranks, and its
+    schedule supports the micro-batches of a step.
 
     Args:
         ranks: world size.
-        hardware: name of the hardware file for which `parallel.auto` plans.
         fresh: whether the run starts over.
 
     Raises:
@@ -54,7 +58,7 @@ def planned_module(config: RunConfig, ranks: int, hardware: str, *, fresh: bool)
     section, own = config.parallel, str(config.run_directory / FILE)
     if section.auto and section.plan not in (None, own):
         raise UserError(f"parallel.plan: {section.plan}, but parallel.auto finds a plan; remove one of the two keys")
-    changed = section.model_copy(update={"plan": section.plan or own, "hardware": hardware if section.auto else None})
+    changed = section.model_copy(update={"plan": section.plan or own})
     config = config.model_copy(update={"parallel": changed})
     plan = plan_of(config, ranks, fresh=fresh)
     pipeline = f"pp {plan.pp} x " if plan.stages else ""
@@ -69,10 +73,9 @@ def planned_module(config: RunConfig, ranks: int, hardware: str, *, fresh: bool)
             raise UserError(f"parallel.{name}: {getattr(section, name)}, but the plan has {value}; remove the key")
     usual = ParallelSection(pp_schedule=keys["pp_schedule"]).virtual_stages
     keys["stages_per_rank"] = keys["stages_per_rank"] if keys["stages_per_rank"] != usual else None
-    keys["hardware"] = section.hardware
     chosen = config.model_copy(update={"parallel": changed.model_copy(update=keys)})
     seconds = plan.prediction.get("step_seconds")
-    cost = f"; {seconds:.3g} s per micro-batch predicted" if seconds and section.auto else ""
+    cost = f"; {seconds:.3g} s per step predicted" if seconds and section.auto else ""
     mesh = f"{pipeline.replace(' x', ',')}dp {plan.dp}, tp {plan.tp}"
     return chosen, f"parallel: {mesh} ({'auto' if section.auto else section.plan}{cost})"
 
@@ -105,14 +108,13 @@ def plan_of(config: RunConfig, ranks: int, *, fresh: bool = False) -> Plan:
     assert isinstance(model, CustomModelSection)
     if not section.auto:
         return read_plan(section.plan)
+    run = _run_of(config, ranks)
     if not fresh and Path(section.plan).is_file():
         kept = read_plan(section.plan)
-        if kept.devices == ranks and kept.structure == _structure_of(_text(model)):
+        same = kept.devices == ranks and kept.structure == _structure_of(run.model)
+        if same and run.splits(run.rows, kept.pp, kept.dp, _keys_of(kept)["pp_schedule"]):
             return kept
-    given, length = config.training.micro_batch_size, sequence_length(config)
-    _, micro = split_batch(batch_sequences(config), length, MeshShape(dp_shard=ranks), given, section)
-    rows = min(batch_sequences(config), micro * ranks)
-    return _searched(_text(model), rows, length, ranks, section.hardware)
+    return _searched(run)
 
 
 def module_facts(config: RunConfig) -> dict[str, str]:
@@ -150,8 +152,82 @@ def build_planned_model(config: RunConfig, plan: ModelPlan, world: World) -> nn.
     return cast_outputs(model, state).train()
 
 
-def _text(model: CustomModelSection) -> str:
-    return json.dumps([model.type, dict(model.arguments)], sort_keys=True)
+@dataclass(frozen=True)
+class _Run:
+    """What the plan that `parallel.auto` finds depends on: the steps of a run, as `Steps` describes them.
+
+    Attributes:
+        model: the custom model, as JSON.
+        sequences, length: number of sequences in the global batch, and of tokens in each.
+        micro_batch_size: the configured size.
+        dtype: the configured dtype of the computation.
+        ranks: world size.
+        hardware: name of a hardware file.
+        stages: whether plans may have pipeline stages.
+    """
+
+    model: str
+    sequences: int
+    length: int
+    micro_batch_size: int | str | None
+    dtype: str
+    ranks: int
+    hardware: str
+    stages: bool
+
+    @property
+    def rows(self) -> int:
+        """The number of sequences in the global batch, padded so that all ranks can share them."""
+        return math.ceil(self.sequences / self.ranks) * self.ranks
+
+    @cached_property
+    def machine(self) -> Hardware:
+        """The hardware file."""
+        from weft.planner.hardware import load_hardware
+
+        return load_hardware(self.hardware)
+
+    @property
+    def computed(self) -> torch.dtype:
+        """The dtype of the computation."""
+        from weft.planner.units import compute_dtype
+
+        return getattr(torch, compute_dtype(self.dtype, self.machine))
+
+    @property
+    def widening(self) -> float:
+        """Bytes of a stored parameter, for each byte in the computation."""
+        return torch.promote_types(self.computed, torch.float32).itemsize / self.computed.itemsize
+
+    def splits(self, rows: int, pp: int, dp: int, schedule: Schedule) -> list[Split]:
+        """Returns how a step is split on a mesh; nothing if the schedule does not support this."""
+        from weft.planner.parallelize.pricing import Split
+
+        section = ParallelSection(pp=pp, pp_schedule=schedule)
+        mesh = MeshShape(pp=pp, dp_shard=dp)
+        per_rank, micro = split_batch(self.sequences, self.length, mesh, self.micro_batch_size, section)
+        count = math.ceil(per_rank / micro)
+        if pp == 1:
+            return [Split(count, per_rank / count)]
+        return [Split(count, micro)] if section.supports(count, pp) else []  # the last one is padded
+
+
+def _run_of(config: RunConfig, ranks: int) -> _Run:
+    model, section = config.model, config.parallel
+    assert isinstance(model, CustomModelSection)
+    objective = load_class(config.objective, "objective")
+    calls = getattr(objective, "compute", None) is not None  # the model itself, which a schedule does
+    several = getattr(objective, "sequences_per_sample", 1) != 1  # so micro-batches are counted in samples
+    return _Run(
+        model=json.dumps([model.type, dict(model.arguments)], sort_keys=True),
+        sequences=batch_sequences(config),
+        length=sequence_length(config),
+        micro_batch_size=config.training.micro_batch_size,
+        dtype=config.training.dtype,
+        ranks=ranks,
+        hardware=section.hardware or this_hardware(),
+        stages=not calls and not several,
+    )
 
 
 def _model_without_data(text: str) -> nn.Module:
@@ -159,6 +235,22 @@ def _model_without_data(text: str) -> nn.Module:
     kind, arguments = json.loads(text)
     with torch.device("meta"):
         return load_class(CustomModelSection.model_construct(type=kind), "model")(**arguments)
+
+
+def this_hardware() -> str:
+    """Returns the name of the hardware file of this machine's devices. Raises UserError if none is known."""
+    if not torch.cuda.is_available():
+        return GENERIC
+    from weft.planner.hardware import hardware_of
+
+    device, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 1e9
+    found = hardware_of(device, memory)
+    if found is None:
+        raise UserError(
+            f"parallel: auto: no hardware file describes {device}; measure one (weft bench device, weft bench comm), "
+            "and name it in parallel.hardware"
+        )
+    return found
 
 
 @cache
@@ -169,17 +261,29 @@ def _structure_of(model: str) -> str:
 
 
 @cache
-def _searched(model: str, rows: int, length: int, ranks: int, hardware: str) -> Plan:
-    """Returns the fastest plan for a model, given as JSON, that gets `rows` sequences in a forward pass."""
+def _searched(run: _Run) -> Plan:
+    """Returns the plan with the fastest steps."""
     from weft.planner.parallelize.search import search_plan
 
-    made = _model_without_data(model)
+    made = _model_without_data(run.model)
     parameters = inspect.signature(made.forward).parameters
-    tokens = torch.zeros(rows, length, dtype=torch.int64, device="meta")
+    tokens = torch.zeros(run.rows, run.length, dtype=torch.int64, device="meta")
     inputs = {next(iter(parameters)): tokens}
     inputs |= {name: tokens for name in ("positions", "labels") if name in parameters}
     try:
-        plan, _, _ = search_plan(made, inputs, devices=ranks, hardware=hardware, stages=False)
+        for parameter in made.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(run.computed)
+        plan, _, _ = search_plan(
+            made, inputs, devices=run.ranks, hardware=run.machine, loss=_loss_of_outputs, steps=run
+        )
     except UserError as error:
         raise UserError(f"parallel: auto: {error}") from error
-    return plan
+    return replace(plan, loss=None)
+
+
+def _loss_of_outputs(outputs: torch.Tensor) -> torch.Tensor:
+    """Stands for the objective: costs what a loss of logits `[batch, seq, vocab]` costs, or of values of tokens."""
+    if outputs.dim() < 3:
+        return outputs.sum()
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32)).log_softmax(-1).sum()

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from weft.config.mesh import ParallelSection
 from weft.data.batches.batch import Batch
 from weft.observe.status import alive
-from weft.parallel.axes.pipeline import pad_batch
 from weft.parallel.local_parameters import local
 from weft.parallel.objective import Objective, Totals
 from weft.parallel.passes import FrozenModel, Passes, check_no_compute
@@ -98,13 +97,7 @@ class StagePasses(Passes):
         All ranks of a pipeline must pass the same micro-batches. Arguments and result are described in `Passes.train`.
         """
         totals = Totals(self.scalars, self.world.device)
-        size = max(len(micro_batch.tokens) for micro_batch in micro_batches)
-        padded = [pad_batch(micro_batch, size) for micro_batch in micro_batches]
-        shards = [self.shard(*both) for both in zip(padded, self.prepare_step(padded), strict=True)]
-        inputs = [
-            self.complete(self.objective.inputs(shard), batch, shard, learned_tokens / loss_scale)
-            for batch, shard in shards
-        ]
+        padded, inputs, shards = self.inputs_of_step(micro_batches, learned_tokens / loss_scale)
 
         def begin(stage: int, number: int) -> None:
             alive()
@@ -113,7 +106,7 @@ class StagePasses(Passes):
                 torch.manual_seed(torch.initial_seed() + stage)
 
         def finish(number: int, outputs: torch.Tensor) -> torch.Tensor:
-            divided = totals.add(self.objective.loss(outputs, shards[number][1])) / weight
+            divided = totals.add(self.objective.loss(outputs, shards[number])) / weight
             return divided if loss_scale == 1.0 else divided * loss_scale
 
         for parameter, gradient in self._run(inputs, begin, finish):

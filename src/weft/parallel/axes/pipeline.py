@@ -83,15 +83,11 @@ class PipelinePasses(Passes):
         All ranks of a pipeline must pass the same micro-batches. Arguments and result are described in `Passes.train`.
         """
         self.totals = Totals(self.scalars, self.world.device)
-        size = max(len(micro_batch.tokens) for micro_batch in micro_batches)
-        self.micro_batches = [pad_batch(micro_batch, size) for micro_batch in micro_batches]
-        prepared = list(self.prepare_step(self.micro_batches))
+        # First, because an objective's `prepare` runs the stages, which sets `inputs` and `seed`.
+        self.micro_batches, inputs, shards = self.inputs_of_step(micro_batches, learned_tokens / loss_scale)
+        self.inputs = list(zip(inputs, shards, strict=True))
         self.seed, self.weight, self.loss_scale = seed, weight, loss_scale
-        shards = [self.shard(*both) for both in zip(self.micro_batches, prepared, strict=True)]
-        self.inputs = [
-            (self.complete(self.objective.inputs(shard), batch, shard, learned_tokens / loss_scale), shard)
-            for batch, shard in shards
-        ]
+        size = len(self.micro_batches[0].tokens)
         schedule = self._schedule(len(micro_batches), size)
         numbers = torch.arange(len(micro_batches)).repeat_interleave(size)  # the micro-batch of each sequence
         tokens = [torch.cat([inputs["tokens"] for inputs, _ in self.inputs])] if self.model.begins else []
@@ -285,9 +281,3 @@ class TiedHead:
         received = torch.empty_like(local(like), memory_format=torch.contiguous_format)
         dist.recv(received, group=self.group, group_src=source)
         return received
-
-
-def pad_batch(batch: Batch, size: int) -> Batch:
-    """Pads a batch to `size` sequences. The padding is copies of sequences, with loss weight 0."""
-    missing = size - len(batch.tokens)
-    return batch.pad(missing) if missing else batch

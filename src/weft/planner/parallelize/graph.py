@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -104,6 +105,16 @@ class Graph:
     repeats: list[Repeat]
     tied: dict[str, str]
     islands: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """The size of the first dimension of the inputs: the rows of a batch."""
+        sizes = [
+            node.outputs[0].shape[0]
+            for node in self.nodes
+            if node.kind == "input" and node.outputs[0] and node.outputs[0].shape
+        ]
+        return Counter(sizes).most_common(1)[0][0] if sizes else 1
 
     def node(self, ref: Ref) -> Meta:
         """Returns shape and dtype of a tensor of the graph."""

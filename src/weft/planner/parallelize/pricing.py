@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import NamedTuple, Protocol
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from weft.config.mesh import Schedule
 from weft.planner.communication import Group, Links
 from weft.planner.compute import BACKWARD_EFFICIENCY, Costs
 from weft.planner.hardware import Hardware
@@ -22,6 +24,45 @@ from weft.planner.parallelize.watch import Move, Placed, Work
 STATE_COPIES = 4.0  # parameter, gradient and the two moments of Adam
 TINY = 1e-9  # seconds by which a redistribution or a sharded parameter is worse, so that ties are broken the same way
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+ROUNDS = (1, 2, 4, 8)  # micro-batches of a call with stages, in multiples of the number of pipeline ranks
+
+
+class Split(NamedTuple):
+    """A step on a data rank: the number of micro-batches, and the rows of each."""
+
+    micro_batches: int
+    rows: float
+
+
+class Steps(Protocol):
+    """The steps for which plans are compared."""
+
+    @property
+    def widening(self) -> float:
+        """Bytes of a stored parameter and its gradient, for each byte in the computation."""
+        ...
+
+    @property
+    def stages(self) -> bool:
+        """Whether plans may have pipeline stages."""
+        ...
+
+    def splits(self, rows: int, pp: int, dp: int, schedule: Schedule) -> list[Split]:
+        """Returns the ways to split the rows of a step that plans may choose from; none if the schedule has none."""
+        ...
+
+
+class Calls:
+    """Steps that are calls of the module with all rows of the example inputs."""
+
+    widening: float = 1.0
+    stages: bool = True
+
+    def splits(self, rows: int, pp: int, dp: int, schedule: Schedule) -> list[Split]:
+        """Returns one micro-batch without stages, and several numbers of micro-batches with stages."""
+        if pp == 1:
+            return [Split(1, rows / dp)]
+        return [Split(pp * each, rows / (dp * pp * each)) for each in ROUNDS if rows % (dp * pp * each) == 0]
 
 
 @dataclass(frozen=True)
@@ -34,8 +75,9 @@ class Setting:
         recompute: whether repeated blocks are recomputed in backward.
         shard: whether parameters are sharded over `dp`.
         reshard: whether gathered parameters are freed after forward, and gathered again for backward.
-        micro_batches: number of micro-batches of a call with pipeline stages, in which parameters are gathered once;
-            None without stages.
+        pp: number of pipeline ranks. With several, parameters are gathered and gradients reduced once in a step.
+        split: micro-batches of a step; None: one, with all rows.
+        widening: see `Steps`.
     """
 
     dp: int
@@ -43,7 +85,9 @@ class Setting:
     recompute: bool = False
     shard: bool = True
     reshard: bool = True
-    micro_batches: int | None = None
+    pp: int = 1
+    split: Split | None = None
+    widening: float = 1.0
 
 
 @dataclass
@@ -55,7 +99,7 @@ class Parts:
         tp: seconds of collectives over `tp`.
         dp: seconds of collectives over `dp`.
         states: bytes of a parameter, its gradient and the moments of Adam.
-        activations: bytes that are saved for backward.
+        activations: bytes that are saved for backward, of one micro-batch.
     """
 
     compute: float = 0.0
@@ -82,7 +126,9 @@ class Prices:
         self.space, self.setting = space, setting
         self.links, self.costs = Links(hardware), Costs(hardware, dtype)
         self.blocks = {repeat.paths[0] for repeat in space.graph.repeats}
-        self.calls = setting.micro_batches or 1  # of each operation in a step
+        split = setting.split or Split(1, space.graph.rows / setting.dp)
+        self.calls = split.micro_batches  # of each operation in a step
+        self.pieces = space.graph.rows / split.rows  # of the batch: for each data rank and micro-batch
         self.dp, self.tp = Group(setting.dp, setting.tp), Group(setting.tp)
 
     @cached_property
@@ -99,21 +145,28 @@ class Prices:
 
     def options(self, place: int) -> list[tuple[Option, Strategy]]:
         """Returns the options of a step on this mesh, with their strategies."""
-        step = self.space.steps[place]
-        inputs = [(self.space.meta(ref)) for ref in step.inputs]
+        step, rows = self.space.steps[place], self.rows
+        inputs = [(self.space.meta(ref), rows[ref.node]) for ref in step.inputs]
+        outputs = [(meta, rows[place]) for meta in step.outputs]
         return [
             (self._option(place, step, strategy), strategy)
             for strategy in step.strategies
-            if self._possible(inputs, strategy.inputs) and self._possible(step.outputs, strategy.outputs)
+            if self._possible(inputs, strategy.inputs) and self._possible(outputs, strategy.outputs)
         ]
 
-    def _possible(self, metas: Sequence[Meta | None], states: Sequence[State | None]) -> bool:
+    def _possible(self, metas: Sequence[tuple[Meta | None, bool]], states: Sequence[State | None]) -> bool:
+        """Whether `tp` divides what is sharded of tensors, of which some have the rows of the batch."""
         if self.setting.tp == 1:  # nothing to shard
             return all(state is None or isinstance(state.forward[0], Replicate) for state in states)
         return all(
-            meta is None or state is None or fits(meta, state.forward, self.setting.tp)
-            for meta, state in zip(metas, states, strict=True)
+            meta is None or state is None or self._divides(meta, state.forward, rows=rows)
+            for (meta, rows), state in zip(metas, states, strict=True)
         )
+
+    def _divides(self, meta: Meta, placed: Placed, *, rows: bool) -> bool:
+        if rows and placed[0] == Shard(0):  # of the rows of a data rank in a micro-batch
+            return bool(meta.shape) and meta.shape[0] / self.pieces % self.setting.tp == 0
+        return fits(meta, placed, self.setting.tp)
 
     def inside(self, step: Step) -> bool:
         """Whether a step is in a repeated block."""
@@ -125,7 +178,7 @@ class Prices:
             tuple(Offer(state.forward, state.partial) for state in strategy.inputs),
             tuple(None if state is None else Offer(state.forward, state.partial) for state in strategy.outputs),
             parts.compute + parts.tp + parts.dp + TINY * strategy.moved,
-            parts.states + parts.activations,
+            parts.states + parts.activations * min(self.setting.pp, self.calls),  # of the micro-batches in flight
         )
 
     def parts(self, place: int, strategy: Strategy) -> Parts:
@@ -164,9 +217,9 @@ class Prices:
 
     def seconds(self, step: Step, work: Work, full: Work, rows: bool, *, back: bool = False) -> float:
         """Returns the seconds of one call of a step on one rank."""
-        ranks = self.setting.dp * self.calls if rows else 1
-        flops = full.flops * self.share(work.flops, full.flops) / ranks
-        moved = self.costs.moved(full.bytes * self.share(work.bytes, full.bytes) / ranks)
+        pieces = self.pieces if rows else 1
+        flops = full.flops * self.share(work.flops, full.flops) / pieces
+        moved = self.costs.moved(full.bytes * self.share(work.bytes, full.bytes) / pieces)
         moved = max(moved, full.calls * self.costs.launch)
         if not flops:
             return moved
@@ -179,7 +232,7 @@ class Prices:
 
     def move(self, move: Move, rows: bool) -> float:
         """Returns the seconds of a redistribution over `tp`."""
-        size = move.meta.bytes / (self.setting.dp * self.calls if rows else 1)
+        size = move.meta.bytes / (self.pieces if rows else 1)
         one, two = move.source[0], move.target[0]
         if isinstance(one, Shard):
             if isinstance(two, Shard):
@@ -198,7 +251,7 @@ class Prices:
             meta, state = step.outputs[index], strategy.outputs[index]
             if meta is not None and state is not None and step.kind != "buffer":
                 total += meta.bytes * self.held(state.forward)
-        return total / (self.setting.dp if rows else 1)
+        return total / (self.pieces if rows else 1)
 
     def held(self, placed: Placed) -> float:
         """Returns the fraction of a tensor that one rank of `tp` has."""
@@ -211,16 +264,18 @@ class Prices:
         meta, trained = step.outputs[0], step.trained[0]
         assert meta is not None
         size = meta.bytes * self.held(state.forward)
-        sharded = self.setting.shard and bool(meta.shape)
+        stored = size * self.setting.widening
+        sharded, staged = self.setting.shard and bool(meta.shape), self.setting.pp > 1
+        calls = 1 if staged else self.calls
         found = Parts()
         if trained and state.partial[0]:
-            found.tp = self.links.seconds("all_reduce", size, self.tp)
+            found.tp = self.links.seconds("all_reduce", stored, self.tp) * calls
         if sharded:
             kept = trained and not self.setting.reshard
-            gathers = 1 if self.setting.micro_batches else 1 + again + (trained and not kept)
+            gathers = 1 if staged else calls * (1 + again + (trained and not kept))
             found.dp = self.links.seconds("all_gather", size, self.dp) * gathers
             found.activations = size if kept and not again and self.setting.dp > 1 else 0.0
         if trained:
-            found.dp += self.links.seconds("reduce_scatter" if sharded else "all_reduce", size, self.dp)
-        found.states = size * (STATE_COPIES if trained else 1.0) / (self.setting.dp if sharded else 1)
+            found.dp += self.links.seconds("reduce_scatter" if sharded else "all_reduce", stored, self.dp) * calls
+        found.states = stored * (STATE_COPIES if trained else 1.0) / (self.setting.dp if sharded else 1)
         return found

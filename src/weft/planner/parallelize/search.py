@@ -17,14 +17,13 @@ from weft.planner.hardware import Hardware, hardware_of, load_hardware
 from weft.planner.parallelize.capture import capture, split_example
 from weft.planner.parallelize.graph import Graph
 from weft.planner.parallelize.plan import Plan
-from weft.planner.parallelize.pricing import DTYPES, Prices, Setting
+from weft.planner.parallelize.pricing import DTYPES, Calls, Prices, Setting, Steps
 from weft.planner.parallelize.solve import Problem, solve
 from weft.planner.parallelize.space import Space
 from weft.planner.parallelize.stage_search import (
     Staged,
     best_stages,
     can_have_stages,
-    micro_batches_of,
     stage_settings,
     with_stages,
 )
@@ -49,13 +48,13 @@ def search_plan(
     memory: str | float | None = None,
     loss: Callable[..., torch.Tensor] | None = None,
     seconds: float = 60.0,
-    stages: bool = True,
+    steps: Steps | None = None,
 ) -> tuple[Plan, Search, Found]:
     """Returns the fastest plan for a module, and how it was found; for the arguments see `weft.parallelize`.
 
     Args:
         seconds: time limit of the solver for all meshes together.
-        stages: whether the plan may have pipeline stages.
+        steps: the steps for which plans are compared; by default, calls with the example inputs.
     """
     if not isinstance(devices, int) or devices < 1:
         raise UserError(f"devices={devices!r} is not supported; give the number of devices, 1 or more")
@@ -64,40 +63,49 @@ def search_plan(
     model = module if isinstance(module, nn.Module) else _built(module)
     graph = capture(model, example_inputs, loss)
     captured = time.perf_counter()
-    settings = meshes(graph, devices)
+    steps = steps or Calls()
+    settings = [
+        replace(one, split=steps.splits(graph.rows, 1, one.dp, "1f1b")[0], widening=steps.widening)
+        for one in meshes(graph, devices)
+    ]
     search = Search(Space(graph, Trials()))
     search.seconds.update(capture=captured - start, trials=time.perf_counter() - captured)
     limit = memory_bytes(memory, machine)
     for setting in settings:
         if (setting.dp, setting.tp) not in search.unlimited:  # memory decides nothing: the settings before are faster
             solve_setting(search, machine, setting, limit, seconds / len(settings))
-    staged = _staged(search, machine, devices, limit, seconds) if stages else None
+    staged = _staged(search, machine, devices, limit, seconds, steps) if steps.stages else None
     if not search.found and staged is None:
         raise UserError(_too_large(type(model).__name__, search, devices, limit))
     search.seconds["solver"] = time.perf_counter() - start - sum(search.seconds.values())
     best = min(search.found, key=lambda one: one.choice.cost, default=None)
     if staged is not None and (best is None or staged.seconds < STAGES_PAY * best.choice.cost):
         plan = make_plan(model, search, staged.found, machine)
-        return with_stages(plan, staged, model, split_example(example_inputs), loss), search, staged.found
+        try:
+            return with_stages(plan, staged, model, split_example(example_inputs), loss), search, staged.found
+        except UserError:  # the forward cannot be cut there
+            if best is None:
+                raise
     assert best is not None
     return make_plan(model, search, best, machine), search, best
 
 
-def _staged(search: Search, hardware: Hardware, devices: int, limit: float, seconds: float) -> Staged | None:
+def _staged(
+    search: Search, hardware: Hardware, devices: int, limit: float, seconds: float, steps: Steps
+) -> Staged | None:
     """Returns the fastest plan with pipeline stages; None if the module can have none, or none fits."""
     graph = search.space.graph
     found: list[Staged] = []
-    rows = rows_of(graph)
     for pp in stage_settings(devices) if can_have_stages(graph) else ():
         inner, unlimited = Search(search.space), set[tuple[int, int]]()
         for setting in meshes(graph, devices // pp, lenient=True):
-            counts, mesh = micro_batches_of(pp, setting.dp, rows), (setting.dp, setting.tp)
-            if not counts or not setting.reshard or mesh in unlimited:
+            splits, mesh = steps.splits(graph.rows, pp, setting.dp, "1f1b"), (setting.dp, setting.tp)
+            if not splits or not setting.reshard or mesh in unlimited:
                 continue
-            setting = replace(setting, micro_batches=counts[len(counts) // 2])
+            setting = replace(setting, pp=pp, split=splits[len(splits) // 2], widening=steps.widening)
             one = solve_setting(inner, hardware, setting, limit * pp, seconds / 8)
             if one is not None:
-                best, all_fit = best_stages(one, hardware, pp, rows, limit)
+                best, all_fit = best_stages(one, hardware, steps, limit)
                 found += [best] if best is not None else []
                 unlimited |= {mesh} if all_fit else set()
     return min(found, key=lambda one: one.seconds, default=None)
@@ -154,23 +162,13 @@ def memory_bytes(memory: str | float | None, hardware: Hardware) -> float:
     raise UserError(f"memory={memory!r} is not a size; give for example 70GB")
 
 
-def rows_of(graph: Graph) -> int:
-    """Returns the size of the first dimension of the inputs: the rows of a batch."""
-    sizes = [
-        node.outputs[0].shape[0]
-        for node in graph.nodes
-        if node.kind == "input" and node.outputs[0] and node.outputs[0].shape
-    ]
-    return Counter(sizes).most_common(1)[0][0] if sizes else 1
-
-
 def meshes(graph: Graph, devices: int, *, lenient: bool = False) -> list[Setting]:
     """Returns the settings to search: each split of the devices into `dp` and `tp`, the fastest of each split first.
 
     Raises:
         UserError: no `dp` divides the rows of the batch.
     """
-    rows = rows_of(graph)
+    rows = graph.rows
     sizes = [tp for tp in range(1, min(devices, WIDEST_TP) + 1) if devices % tp == 0 and (tp == 1 or tp % TRIED == 0)]
     even = [tp for tp in sizes if rows % (devices // tp) == 0]
     if not even and not lenient:

@@ -14,26 +14,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weft.config.mesh import SPLIT_BACKWARD, Schedule
+from weft.config.mesh import SPLIT_BACKWARD, ParallelSection, Schedule
 from weft.parallel.axes.pipeline import SCHEDULES
 from weft.parallel.stages import balance_layers
 from weft.planner.communication import Group
 from weft.planner.hardware import Hardware
 from weft.planner.parallelize.graph import Graph, Ref
 from weft.planner.parallelize.plan import Plan
-from weft.planner.parallelize.pricing import STATE_COPIES, Parts, Prices, Setting
-from weft.planner.parallelize.stage_table import fits_schedule, stages_of
+from weft.planner.parallelize.pricing import STATE_COPIES, Parts, Prices, Setting, Split, Steps
+from weft.planner.parallelize.stage_table import stages_of
 from weft.planner.parallelize.stage_trace import trace_stages
 from weft.planner.parallelize.tables import Found
 from weft.planner.pipeline import ordered_passes
 
-# Schedule -> stages on a rank, simpler ones first. `gpipe` is as fast as `1f1b`, and needs more memory.
-TRIED: dict[Schedule, int] = {
-    "1f1b": 1, "interleaved_1f1b": 2, "looped_bfs": 2, "interleaved_zero_bubble": 2, "zbv_zero_bubble": 2,
-    "dualpipev": 2,
-}  # fmt: skip
+# Simpler schedules first. `gpipe` is as fast as `1f1b`, and needs more memory.
+TRIED: tuple[Schedule, ...] = (
+    "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"
+)  # fmt: skip
 SIMPLER = 0.005  # by which each schedule must be faster than the one before
-ROUNDS = (1, 2, 4, 8)  # micro-batches, in multiples of the number of pipeline ranks
 PASSES = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}  # of the seconds of a block: a product has two in backward
 
 
@@ -74,7 +72,7 @@ class Blocks:
     Attributes:
         names: names of the blocks.
         parts: seconds and bytes of each block.
-        stream: bytes of the tensor that one block passes to the next, of the batch.
+        stream: bytes of the tensor that one block passes to the next, of a micro-batch of a data rank.
         shared: parameters outside of blocks: their bytes on a rank, and the numbers of the blocks that use them.
     """
 
@@ -128,7 +126,7 @@ def blocks_of(found: Found, prices: Prices) -> Blocks:
         if step.kind == "parameter" and within[place] is None and step.trained[0]
         if (state := strategy.outputs[0]) is not None and (meta := step.outputs[0]) is not None
     ]
-    return Blocks(names, parts, _stream(graph, groups[0][0]), shared)
+    return Blocks(names, parts, _stream(graph, groups[0][0]) / prices.pieces, shared)
 
 
 def _stream(graph: Graph, block: str) -> float:
@@ -149,40 +147,39 @@ def _share(parts: Parts, count: int) -> Parts:
     return Parts(*(value / count for value in vars(parts).values()))
 
 
-def micro_batches_of(pp: int, dp: int, rows: int) -> list[int]:
-    """Returns the numbers of micro-batches to search, which divide the rows of each data rank."""
-    return [pp * each for each in ROUNDS if rows % (dp * pp * each) == 0]
-
-
-def best_stages(found: Found, hardware: Hardware, pp: int, rows: int, limit: float) -> tuple[Staged | None, bool]:
+def best_stages(found: Found, hardware: Hardware, steps: Steps, limit: float) -> tuple[Staged | None, bool]:
     """Returns the fastest stages with a choice of placements within a stage, and whether all tried fit the memory.
 
     The stages are None if none fit.
     """
     tried: list[Staged] = []
-    for count in micro_batches_of(pp, found.setting.dp, rows):
-        setting = replace(found.setting, micro_batches=count)
-        blocks = blocks_of(found, Prices(found.prices.space, hardware, setting, found.prices.costs.dtype))
-        for schedule, virtual in TRIED.items():
-            splits = schedule in SPLIT_BACKWARD and setting.recompute  # of two backward passes, one has no activations
-            fits = fits_schedule(SCHEDULES[schedule], pp, pp * virtual, count)
-            if fits and not splits and len(blocks.names) >= pp * virtual:
-                tried.append(_stages_with(found, blocks, pp, count, schedule))
+    setting, space, known = found.setting, found.prices.space, dict[Split, Blocks]()
+    for schedule in TRIED:
+        section = ParallelSection(pp=setting.pp, pp_schedule=schedule)
+        if schedule in SPLIT_BACKWARD and setting.recompute:  # of two backward passes, one would have no activations
+            continue
+        for split in steps.splits(space.graph.rows, setting.pp, setting.dp, schedule):
+            if split not in known:
+                prices = Prices(space, hardware, replace(setting, split=split), found.prices.costs.dtype)
+                known[split] = blocks_of(found, prices)
+            enough = len(known[split].names) >= setting.pp * section.virtual_stages
+            if enough and section.supports(split.micro_batches, setting.pp):
+                tried.append(_stages_with(found, known[split], split.micro_batches, section))
     fitting = [one for one in tried if one.memory <= limit]
-    order = list(TRIED)
-    best = min(fitting, key=lambda one: one.seconds * (1 + SIMPLER * order.index(one.schedule)), default=None)
+    best = min(fitting, key=lambda one: one.seconds * (1 + SIMPLER * TRIED.index(one.schedule)), default=None)
     return best, len(fitting) == len(tried)
 
 
-def _stages_with(found: Found, blocks: Blocks, pp: int, count: int, schedule: Schedule) -> Staged:
+def _stages_with(found: Found, blocks: Blocks, count: int, section: ParallelSection) -> Staged:
     """Returns the stages for a schedule and a number of micro-batches."""
-    setting, links, virtual = found.setting, found.prices.links, TRIED[schedule]
+    setting, links = found.setting, found.prices.links
+    schedule, virtual, pp = section.pp_schedule, section.virtual_stages, section.pp
     counts = balance_layers([one.compute + one.tp for one in blocks.parts], pp * virtual)
     ends = [sum(counts[: place + 1]) for place in range(len(counts))]
     stages = [sum(blocks.parts[end - n : end], Parts()) for n, end in zip(counts, ends, strict=True)]
     times = [(one.compute + one.tp) / count for one in stages]
-    saved = [one.activations / count for one in stages]
-    send = links.seconds("send", blocks.stream / setting.dp / count, Group(pp, setting.dp * setting.tp))
+    saved = [one.activations for one in stages]
+    send = links.seconds("send", blocks.stream, Group(pp, setting.dp * setting.tp))
     run, alone = (simulate(schedule, virtual, pp, count, times, one, saved) for one in (send, 0.0))
     owned = stages_of(pp, [("", ())] * len(stages), SCHEDULES[schedule], count)
     ranks = [sum((stages[one] for one in owned.stages_of(rank)), Parts()) for rank in range(pp)]

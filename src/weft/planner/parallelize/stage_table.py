@@ -96,7 +96,7 @@ class Stages:
 
 def fits_schedule(schedule: str, pp: int, stages: int, micro_batches: int) -> bool:
     """Whether a schedule runs a number of micro-batches."""
-    if schedule == "DualPipeV":
+    if schedule in ("1F1B", "DualPipeV"):
         return micro_batches >= stages
     if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
         return micro_batches % max(1, micro_batches // pp) == 0
