@@ -32,7 +32,7 @@ def test_from_the_standard_library_to_a_model_that_writes(tmp_path, monkeypatch,
     monkeypatch.setattr(quickstart, "TRIAL_STEPS", 21)
     yaml = quickstart.RUN_YAML
     for before, after in (
-        ("size: 192", "size: 64"),
+        ("size: 96", "size: 64"),
         ("compile: true", "compile: false"),
         ("tokens: 65536", "tokens: 8192"),
     ):

@@ -27,7 +27,7 @@ RUN_YAML = """\
 # Written by `weft quickstart`; edit it freely. `weft train {name}` resumes the run; --fresh starts it over.
 run: {{name: quickstart, directory: {home}/runs, seed: 1}}
 model:
-  hidden_size: 192
+  hidden_size: 96
   num_hidden_layers: 4
   num_attention_heads: 2
   mlp: plain
