@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -155,7 +155,7 @@ def measure(shape: str) -> Row:
 def text_of(plan: Plan) -> str:
     """Returns mesh, stages and recomputation of a plan."""
     again = ", recomputation" if plan.recompute else ""
-    mesh = f"dp {plan.dp} x tp {plan.tp}"
+    mesh = str(replace(plan, pp=1))
     if not plan.stages:
         return mesh + again
     pipeline = f"{len(plan.stages)} stages, {plan.schedule}, {plan.micro_batches} micro-batches"

@@ -33,6 +33,12 @@ COLUMNS_AND_ROWS = {
     "blocks.*.mlp.2.weight": Shard(1),
     "words.weight": Shard(0),
 }
+BOTH = COLUMNS_AND_ROWS | {  # over the second tensor axis, too
+    "blocks.*.mlp.0.weight": (Shard(0), Shard(0)),
+    "blocks.*.mlp.2.weight": (Shard(1), Shard(1)),
+    "words.weight": (Shard(0), Shard(1)),
+    "blocks.*.attention.[qkv].weight": (Shard(0), Shard(1)),
+}
 
 
 LLAMA = """
@@ -140,10 +146,11 @@ def test_a_planned_run_is_one_process_and_goes_on_without_its_plan(runner, net, 
             {"plan": "stages.py"},
             marks=pytest.mark.matrix,
         ),
+        pytest.param(Plan(tp=2, tp2=2, parameters=BOTH), {"plan": "tp.py"}, marks=pytest.mark.matrix),
     ],
-    ids=lambda one: f"pp{one.pp}-dp{one.dp}-tp{one.tp}-{one.schedule}" if isinstance(one, Plan) else str(one),
+    ids=lambda one: f"pp{one.pp}-dp{one.dp}-tp{one.tp}-{one.tp2}-{one.schedule}" if isinstance(one, Plan) else str(one),
 )
-def test_a_run_in_pipeline_stages_is_one_process_and_goes_on_otherwise(runner, net, tmp_path, plan, second):
+def test_a_run_in_stages_or_on_two_tensor_axes_is_one_process(runner, net, tmp_path, plan, second):
     plan.write("plan.py")
     Plan(tp=2, parameters=COLUMNS_AND_ROWS).write("tp.py")
     Plan(pp=2, stages=FOUR_STAGES, schedule="DualPipeV").write("stages.py")

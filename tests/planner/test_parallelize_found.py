@@ -1,14 +1,21 @@
 """Plans that the search finds for modules with other architectures, carried out on two ranks: equal to one process."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import parallelize_counts
 import parallelize_parts
 import pytest
 import torch
 import zoo_parts
+import zoo_to_parallelize
 from modules_to_parallelize import inputs_of, make
 from parallelize_counts import slow_device
+from torch.distributed.tensor import Replicate, Shard
 from zoo_to_parallelize import ZOO
 
+from weft.planner.parallelize.plan import Plan
+from weft.planner.parallelize.read import read_plan
 from weft.planner.parallelize.search import search_plan
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -39,6 +46,41 @@ def test_predicted_collectives_are_those_that_ranks_have(ranks):
     for predicted, counted in ranks.call(parallelize_counts.predicted_and_counted, 2, seconds=240):
         assert predicted == counted
         assert counted["reduce-scatter"] > 3  # sequence parallelism, in each layer
+
+
+def with_few_heads(devices: int, rows: int, path: Path) -> Plan:
+    """The plan of a Llama whose two heads more devices cannot share, as a file has it."""
+    example = zoo_to_parallelize.inputs_of("few-heads", rows)
+    model, hardware = zoo_to_parallelize.make("few-heads"), slow_device("float64")
+    plan, search, _ = search_plan(model, example, devices=devices, hardware=hardware)
+    assert plan.prediction["step_seconds"] < 0.98 * min(one.choice.cost for one in search.found)
+    plan.write(path)
+    assert read_plan(path) == read_plan(path.with_suffix(".json")) == plan
+    return plan
+
+
+def check_few_heads(ranks, devices: int, rows: int, plan: Plan) -> None:
+    tables = {field: getattr(plan, field) for field in zoo_parts.TABLES}
+    for found in ranks.call(zoo_parts.equal_to_one_process, devices, "few-heads", rows, [tables], seconds=600):
+        assert max(found) < 1e-9, found
+
+
+def test_heads_that_do_not_divide_get_a_second_tensor_axis(ranks, tmp_path):
+    plan = with_few_heads(4, 1, tmp_path / "plan.py")
+    assert (plan.dp, plan.tp, plan.tp2) == (1, 2, 2)
+    assert str(plan) == "dp 1 x tp 2 x tp2 2"
+    split = {name.rpartition("layers.*.")[2]: placed for name, placed in plan.parameters.items()}
+    assert split["q.weight"] == (Shard(0), Replicate())  # one axis splits the heads, and the other the sequence
+    assert split["up.weight"] == (Shard(0), Shard(0))  # both split the MLP
+    check_few_heads(ranks, 4, 1, plan)
+
+
+@pytest.mark.matrix
+def test_two_tensor_axes_on_eight_ranks_are_one_process(ranks, tmp_path):
+    plan = with_few_heads(8, 1, tmp_path / "plan.py")
+    assert plan.tp * plan.tp2 == 8
+    check_few_heads(ranks, 8, 1, plan)
+    check_few_heads(ranks, 8, 2, replace(with_few_heads(4, 1, tmp_path / "four.py"), dp=2))
 
 
 @pytest.mark.matrix

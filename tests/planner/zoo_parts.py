@@ -11,7 +11,8 @@ from weft.planner.parallelize.plan import Plan
 from weft.planner.parallelize.search import memory_bytes, meshes, search_plan, solve_setting
 from weft.planner.parallelize.tables import Search, make_plan
 
-TABLES = ("dp", "tp", "parameters", "inputs", "outputs", "islands", "recompute", "reshard_after_forward", "structure")
+TABLES = ("dp", "tp", "tp2", "parameters", "inputs", "outputs", "islands", "recompute", "structure")
+TABLES += ("reshard_after_forward",)
 
 
 def found_plans(name: str, devices: int, rows: int) -> list[dict]:

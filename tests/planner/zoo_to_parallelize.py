@@ -73,6 +73,13 @@ class ChunkedLlama(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="sum")
 
 
+class FewHeads(ChunkedLlama):
+    """Its attention splits into two parts only, and its MLP into many."""
+
+    def __init__(self):
+        super().__init__(heads=2, kv_heads=2, chunk=64)
+
+
 class Mixtral(nn.Module):
     """Experts as Transformers wrote them at first: a loop over experts, and an index of their tokens."""
 
@@ -385,6 +392,7 @@ def _tokens(rows, length, vocab):
 ZOO = {
     "gpt": (GPT, lambda rows: (_tokens(rows, 12, 48), _tokens(rows, 12, 48))),
     "llama": (ChunkedLlama, lambda rows: (_tokens(rows, 16, 64), _tokens(rows, 16, 64))),
+    "few-heads": (FewHeads, lambda rows: (_tokens(rows, 128, 64), _tokens(rows, 128, 64))),
     "mixtral": (Mixtral, lambda rows: (_tokens(rows, 6, 48),)),
     "t5": (T5, lambda rows: (_tokens(rows, 8, 48), _tokens(rows, 9, 48))),
     "vit": (ViT, lambda rows: (torch.randn(rows, 3, 16, 16),)),

@@ -99,8 +99,7 @@ def run(args: argparse.Namespace) -> int:
         print(explain(plan))
     if args.out:
         write_plan(plan, args.out, args.module.partition(":")[2] or args.module)
-        pipeline = f"pp {plan.pp} x " if plan.stages else ""
-        print(f"{args.out}: {pipeline}dp {plan.dp} x tp {plan.tp}, {len(plan.parameters)} patterns of split parameters")
+        print(f"{args.out}: {plan}, {len(plan.parameters)} patterns of split parameters")
     if args.picture:
         from weft.files import replace_file, report_write_errors
 

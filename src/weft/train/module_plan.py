@@ -61,10 +61,9 @@ def planned_module(config: RunConfig, ranks: int, *, fresh: bool) -> tuple[RunCo
     changed = section.model_copy(update={"plan": section.plan or own})
     config = config.model_copy(update={"parallel": changed})
     plan = plan_of(config, ranks, fresh=fresh)
-    pipeline = f"pp {plan.pp} x " if plan.stages else ""
     if plan.devices != ranks:
         raise UserError(
-            f"parallel.plan: {section.plan} is for {plan.devices} devices ({pipeline}dp {plan.dp} x tp {plan.tp}), and "
+            f"parallel.plan: {section.plan} is for {plan.devices} devices ({plan}), and "
             f"the run has {ranks}; start {plan.devices} (--nproc {plan.devices}), or plan for {ranks} devices"
         )
     keys = _keys_of(plan)
@@ -76,7 +75,7 @@ def planned_module(config: RunConfig, ranks: int, *, fresh: bool) -> tuple[RunCo
     chosen = config.model_copy(update={"parallel": changed.model_copy(update=keys)})
     seconds = plan.prediction.get("step_seconds")
     cost = f"; {seconds:.3g} s per step predicted" if seconds and section.auto else ""
-    mesh = f"{pipeline.replace(' x', ',')}dp {plan.dp}, tp {plan.tp}"
+    mesh = str(plan).replace(" x", ",")
     return chosen, f"parallel: {mesh} ({'auto' if section.auto else section.plan}{cost})"
 
 
@@ -93,7 +92,7 @@ def _keys_of(plan: Plan) -> dict[str, Any]:
     return {
         "pp": plan.pp,
         "dp_shard": plan.dp,
-        "tp": plan.tp,
+        "tp": plan.tp * plan.tp2,
         "pp_schedule": names[schedule],
         "stages_per_rank": len(plan.stages) // plan.pp or 1,
     }

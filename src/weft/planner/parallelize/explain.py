@@ -11,7 +11,7 @@ from weft.planner.parallelize.placements import placement_text
 ROOT = "(all)"  # the pattern "" matches the module itself
 FULL = "full"  # first word of the keys of notes about operations that run on full tensors
 TOPICS = {
-    "parameters": "parameters, split over tp",
+    "parameters": "parameters, split over the tensor axes",
     "inputs": "redistributed where a module begins",
     "outputs": "redistributed where a module ends",
     "islands": "on plain tensors (cannot be captured)",
@@ -20,14 +20,13 @@ TOPICS = {
 
 def explain(plan: Any) -> str:
     """Returns the mesh, the predictions and the tables of a plan, one line for each pattern, with reason and cost."""
-    pipeline = f"pp {plan.pp} x " if plan.stages else ""
-    lines = [f"mesh       {pipeline}dp {plan.dp} x tp {plan.tp} = {plan.devices} devices"]
+    lines = [f"mesh       {plan} = {plan.devices} devices"]
     if plan.notes.get("hardware"):
         lines.append(f"hardware   {plan.notes['hardware']}")
     how = "sharded over dp" if plan.shard_parameters and plan.dp > 1 else "replicated over dp"
     if plan.shard_parameters and plan.dp > 1 and not plan.reshard_after_forward and not plan.stages:
         how += ", gathered once in a step"
-    lines.append(f"parameters {how}" + (", split over tp as below" if plan.parameters else ""))
+    lines.append(f"parameters {how}" + (", split as below" if plan.parameters else ""))
     lines += _predictions(plan.prediction)
     if plan.stages:
         lines.append(f"pipeline   {plan.schedule}, {plan.micro_batches} micro-batches, {len(plan.stages)} stages")
@@ -78,7 +77,17 @@ def difference(one: Any, two: Any) -> list[str]:
     """Returns what two plans do differently, one line for each difference; an empty list if nothing."""
     lines = []
     staged = ("schedule", "micro_batches") if one.stages or two.stages else ()  # elsewhere without effect
-    for name in ("pp", "dp", "tp", "shard_parameters", "reshard_after_forward", "recompute", "structure", *staged):
+    for name in (
+        "pp",
+        "dp",
+        "tp",
+        "tp2",
+        "shard_parameters",
+        "reshard_after_forward",
+        "recompute",
+        "structure",
+        *staged,
+    ):
         first, second = getattr(one, name), getattr(two, name)
         if first != second:
             lines.append(f"{name}: {_plain(first)} -> {_plain(second)}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -41,26 +43,34 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def mesh_of(dp: int, tp: int, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Returns a mesh of the devices of `mesh`, or of all ranks, with those of the axes `dp` and `tp` that have 2 ranks.
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Returns `dp 2 x tp 4`: the sizes of the axes, without those that few plans have where they have one rank."""
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("dp", "tp"))
+
+
+def mesh_of(sizes: Mapping[str, int], mesh: DeviceMesh | None) -> DeviceMesh:
+    """Returns a mesh of the devices of `mesh`, or of all ranks, with those of some axes that have 2 ranks.
 
     If none has, the mesh has the axis `dp`. Rules of operators take less time on meshes with fewer axes.
 
+    Args:
+        sizes: name of an axis -> number of ranks.
+
     Raises:
-        UserError: the number of devices is not `dp` x `tp`.
+        UserError: the number of devices is not the product of the sizes.
     """
-    sizes = {name: size for name, size in (("dp", dp), ("tp", tp)) if size > 1} or {"dp": 1}
-    names, shape = tuple(sizes), tuple(sizes.values())
+    several = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+    names, shape, devices = tuple(several), tuple(several.values()), math.prod(several.values())
     if mesh is None:
-        if dist.get_world_size() != dp * tp:
+        if dist.get_world_size() != devices:
             raise UserError(
-                f"the plan is for {dp * tp} devices, and {dist.get_world_size()} processes run; give apply a mesh of "
-                f"{dp * tp} of them, or plan for devices={dist.get_world_size()}"
+                f"the plan is for {devices} devices, and {dist.get_world_size()} processes run; give apply a mesh of "
+                f"{devices} of them, or plan for devices={dist.get_world_size()}"
             )
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return init_device_mesh(device, shape, mesh_dim_names=names)
-    if mesh.size() != dp * tp:
-        raise UserError(f"the plan is for {dp * tp} devices (dp {dp} x tp {tp}), and the mesh has {mesh.size()}")
+    if mesh.size() != devices:
+        raise UserError(f"the plan is for {devices} devices ({mesh_text(sizes)}), and the mesh has {mesh.size()}")
     if tuple(mesh.shape) == shape and mesh.mesh_dim_names == names:
         return mesh
     return DeviceMesh(mesh.device_type, mesh.mesh.view(shape), mesh_dim_names=names)

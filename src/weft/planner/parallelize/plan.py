@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
 
 from weft.errors import UserError
+from weft.planner.parallelize.axes import OverTensor
 from weft.planner.parallelize.explain import explain
-from weft.planner.parallelize.mesh import mesh_of, start_processes
+from weft.planner.parallelize.mesh import mesh_of, mesh_text, start_processes
 from weft.planner.parallelize.placements import PLACEMENTS, placement_of, placement_text
 from weft.planner.parallelize.runtime import Runtime, matches
 from weft.planner.parallelize.stage_run import StagedRuntime
 from weft.planner.parallelize.stage_table import stages_of
 from weft.planner.parallelize.write import PYTHON_DIGEST, write_plan
 
-Table = Mapping[str, Placement]
+Table = Mapping[str, OverTensor]
 OTHERS = ("islands", "recompute", "shard_parameters")  # tables of `Runtime`
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a module runs on a mesh with the axes `dp` and `tp`.
+    """How a module runs on a mesh with the axes `dp`, `tp` and `tp2`.
 
     Each key of a table is a pattern of names with wildcards that match no dots: `layers.*.mlp.up.weight`. The last
     pattern that matches a name counts. All tensors of the module become DTensors on the mesh, so a plan decides speed
@@ -37,9 +37,10 @@ class Plan:
     Attributes:
         dp: number of ranks of the data axis. Rows of inputs are sharded over `dp`.
         tp: number of ranks of the tensor axis.
-        parameters: names of parameters -> placement over `tp`; the others are replicated over `tp`.
-        inputs: names of modules -> placement over `tp` of the first floating-point input of the module.
-        outputs: names of modules -> placement over `tp` of the first floating-point output of the module.
+        parameters: names of parameters -> placement over the tensor axes: one over `tp`, or a pair over `tp` and `tp2`;
+            the others are replicated over them.
+        inputs: names of modules -> likewise, of the first floating-point input of the module.
+        outputs: names of modules -> likewise, of the first floating-point output of the module.
         islands: names of modules -> `rows` or `whole`. These modules run on plain tensors: on the rows of the rank's
             data shard (only right if no row depends on another), or on all rows.
         recompute: patterns of names of modules whose activations are recomputed in backward.
@@ -49,6 +50,7 @@ class Plan:
         structure: digest of the module that the plan is for; an empty text fits any module.
         notes: pattern or topic -> reason and cost, for people.
         prediction: name -> predicted number, such as seconds of a step.
+        tp2: number of ranks of the second tensor axis, whose ranks are neighbors.
         pp: number of ranks of the pipeline axis.
         stages: pipeline stages; for each, the name of the module with whose call the stage begins ("" for the first),
             and names of the modules and parameters whose parameters the stage has (`h.0..3` for `h.0` to `h.3`).
@@ -69,6 +71,7 @@ class Plan:
     structure: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
     prediction: Mapping[str, float] = field(default_factory=dict)
+    tp2: int = 1
     pp: int = 1
     stages: tuple[tuple[str, tuple[str, ...]], ...] = ()
     schedule: str = "1F1B"
@@ -78,7 +81,15 @@ class Plan:
     @property
     def devices(self) -> int:
         """Number of ranks of the mesh."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.tp * self.tp2
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Name of each axis of a stage's mesh -> its number of ranks."""
+        return {"dp": self.dp, "tp": self.tp, "tp2": self.tp2}
+
+    def __str__(self) -> str:
+        return mesh_text({"pp": self.pp, **self.sizes})
 
     def apply(
         self,
@@ -145,9 +156,9 @@ class Plan:
         tables["local"] = [name for name, value in (("inputs", inputs), ("outputs", outputs)) if value == "local"]
         if self.stages:
             stages = stages_of(self.pp, self.stages, self.schedule, self.micro_batches)
-            runtime = StagedRuntime(stages, self.dp, self.tp, mesh, loss or self.loss, **tables)
+            runtime = StagedRuntime(stages, self.sizes, mesh, loss or self.loss, **tables)
         else:
-            runtime = Runtime(mesh_of(self.dp, self.tp, mesh), **tables)
+            runtime = Runtime(mesh_of(self.sizes, mesh), **tables)
         runtime.reshard_after_forward = self.reshard_after_forward
         return runtime
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from math import prod
 from typing import NamedTuple, Protocol
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 
 from weft.config.mesh import Schedule
 from weft.planner.communication import Group, Links
@@ -18,7 +19,7 @@ from weft.planner.parallelize.solve import Option
 from weft.planner.parallelize.solve import State as Offer
 from weft.planner.parallelize.space import Space
 from weft.planner.parallelize.steps import Step, Strategy
-from weft.planner.parallelize.strategies import ATTENTION, TRIED, State, fits
+from weft.planner.parallelize.strategies import ATTENTION, TRIED, State
 from weft.planner.parallelize.watch import Move, Placed, Work
 
 STATE_COPIES = 4.0  # parameter, gradient and the two moments of Adam
@@ -72,6 +73,7 @@ class Setting:
     Attributes:
         dp: number of ranks of the data axis.
         tp: number of ranks of the tensor axis.
+        tp2: number of ranks of the second tensor axis.
         recompute: whether repeated blocks are recomputed in backward.
         shard: whether parameters are sharded over `dp`.
         reshard: whether gathered parameters are freed after forward, and gathered again for backward.
@@ -88,6 +90,7 @@ class Setting:
     pp: int = 1
     split: Split | None = None
     widening: float = 1.0
+    tp2: int = 1
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Parts:
 
     Attributes:
         compute: seconds of computation.
-        tp: seconds of collectives over `tp`.
+        tp: seconds of collectives over the tensor axes.
         dp: seconds of collectives over `dp`.
         states: bytes of a parameter, its gradient and the moments of Adam.
         activations: bytes that are saved for backward, of one micro-batch.
@@ -120,16 +123,27 @@ class Prices:
         hardware: the hardware file.
         setting: mesh and memory options.
         dtype: name of the dtype of most floating-point operations.
+        first: the strategies on the axis `tp`, if those on `tp2` are priced. Without them, all ranks of `tp2` do the
+            same.
     """
 
-    def __init__(self, space: Space, hardware: Hardware, setting: Setting, dtype: str):
+    def __init__(
+        self,
+        space: Space,
+        hardware: Hardware,
+        setting: Setting,
+        dtype: str,
+        first: Sequence[Strategy] | None = None,
+    ):
         self.space, self.setting = space, setting
         self.links, self.costs = Links(hardware), Costs(hardware, dtype)
         self.blocks = {repeat.paths[0] for repeat in space.graph.repeats}
         split = setting.split or Split(1, space.graph.rows / setting.dp)
         self.calls = split.micro_batches  # of each operation in a step
         self.pieces = space.graph.rows / split.rows  # of the batch: for each data rank and micro-batch
-        self.dp, self.tp = Group(setting.dp, setting.tp), Group(setting.tp)
+        self.first, self.dp = first, Group(setting.dp, setting.tp * setting.tp2)
+        self.axes = [(setting.tp, Group(setting.tp, setting.tp2))]  # the tensor axes: sizes and groups
+        self.axes += [] if first is None else [(setting.tp2, Group(setting.tp2))]
 
     @cached_property
     def rows(self) -> list[bool]:
@@ -146,27 +160,44 @@ class Prices:
     def options(self, place: int) -> list[tuple[Option, Strategy]]:
         """Returns the options of a step on this mesh, with their strategies."""
         step, rows = self.space.steps[place], self.rows
-        inputs = [(self.space.meta(ref), rows[ref.node]) for ref in step.inputs]
-        outputs = [(meta, rows[place]) for meta in step.outputs]
+        tensors = [(self.space.meta(ref), rows[ref.node]) for ref in step.inputs]
+        tensors += [(meta, rows[place]) for meta in step.outputs]
         return [
             (self._option(place, step, strategy), strategy)
             for strategy in step.strategies
-            if self._possible(inputs, strategy.inputs) and self._possible(outputs, strategy.outputs)
+            if self._possible(tensors, self.chosen(place, strategy))
         ]
 
-    def _possible(self, metas: Sequence[tuple[Meta | None, bool]], states: Sequence[State | None]) -> bool:
-        """Whether `tp` divides what is sharded of tensors, of which some have the rows of the batch."""
-        if self.setting.tp == 1:  # nothing to shard
-            return all(state is None or isinstance(state.forward[0], Replicate) for state in states)
-        return all(
-            meta is None or state is None or self._divides(meta, state.forward, rows=rows)
-            for (meta, rows), state in zip(metas, states, strict=True)
+    def chosen(self, place: int, strategy: Strategy) -> list[Strategy]:
+        """Returns the strategy of a step on each tensor axis."""
+        return [strategy] if self.first is None else [self.first[place], strategy]
+
+    def _possible(self, tensors: Sequence[tuple[Meta | None, bool]], chosen: Sequence[Strategy]) -> bool:
+        """Whether the axes divide what they shard of tensors, of which some have the rows of the batch."""
+        for place, (meta, rows) in enumerate(tensors):
+            states = [(*one.inputs, *one.outputs)[place] for one in chosen]
+            if meta is not None and not self._divides(meta, states, rows=rows):
+                return False
+        # Where one axis is redistributed, gradients are, too: partial sums over the other axis would be added up.
+        moved = [one.moved for one in chosen]
+        return moved in ([True, True], [True]) or not any(
+            state is not None and state.partial[0]
+            for one in chosen
+            if any(moved) and not one.moved
+            for state in one.outputs
         )
 
-    def _divides(self, meta: Meta, placed: Placed, *, rows: bool) -> bool:
-        if rows and placed[0] == Shard(0):  # of the rows of a data rank in a micro-batch
-            return bool(meta.shape) and meta.shape[0] / self.pieces % self.setting.tp == 0
-        return fits(meta, placed, self.setting.tp)
+    def _divides(self, meta: Meta, states: Sequence[State | None], *, rows: bool) -> bool:
+        ranks: dict[int, int] = {}
+        for state, (size, _) in zip(states, self.axes, strict=True):
+            if state is not None and isinstance(one := state.forward[0], Shard):
+                if size == 1:
+                    return False  # nothing to shard
+                ranks[one.dim] = ranks.get(one.dim, 1) * size
+        return all(
+            dim < len(meta.shape) and meta.shape[dim] / (self.pieces if rows and not dim else 1) % size == 0
+            for dim, size in ranks.items()
+        )
 
     def inside(self, step: Step) -> bool:
         """Whether a step is in a repeated block."""
@@ -185,41 +216,44 @@ class Prices:
         """Returns the seconds and bytes of a strategy of a step."""
         step = self.space.steps[place]
         rows, again = self.rows[place], self.setting.recompute and self.inside(step)
+        chosen = self.chosen(place, strategy)
+        forward, backward = [one.forward for one in chosen], [one.backward for one in chosen]
         if step.kind == "parameter":
-            state = strategy.outputs[0]
-            assert state is not None
-            found = self.parameter(step, state, again=again)
+            found = self.parameter(step, [one.outputs[0] for one in chosen], again=again)
         else:
             repeats = 2 if again else 1
             found = Parts(
                 compute=self.calls
                 * (
-                    self.seconds(step, strategy.forward, step.full_forward, rows) * repeats
-                    + self.seconds(step, strategy.backward, step.full_backward, rows, back=True)
+                    self.seconds(step, forward, step.full_forward, rows) * repeats
+                    + self.seconds(step, backward, step.full_backward, rows, back=True)
                 ),
                 tp=self.calls
-                * (
-                    sum(self.move(one, rows) for one in strategy.forward.moves) * repeats
-                    + sum(self.move(one, rows) for one in strategy.backward.moves)
-                ),
-                activations=0.0 if again else self.saved(step, strategy, rows),
+                * (self.moved(step, chosen, forward, rows) * repeats + self.moved(step, chosen, backward, rows)),
+                activations=0.0 if again else self.saved(step, chosen, rows),
             )
         return Parts(*(getattr(found, one.name) * step.node.times for one in fields(found)))
 
     # ---- operations
 
-    def share(self, local: float, full: float) -> float:
-        """Returns the fraction of work that one rank has, from the work on the mesh of trials and without sharding."""
-        if not full:
-            return 1.0
-        split = min(1.0, max(0.0, (1 - local / full) / (1 - 1 / TRIED)))
-        return 1 - split * (1 - 1 / self.setting.tp)
+    def share(self, local: Sequence[float], full: float) -> float:
+        """Returns the fraction of work that one rank has.
 
-    def seconds(self, step: Step, work: Work, full: Work, rows: bool, *, back: bool = False) -> float:
-        """Returns the seconds of one call of a step on one rank."""
+        Args:
+            local: for each tensor axis, the work on the mesh of trials.
+            full: the work without sharding.
+        """
+        found = 1.0
+        for one, (size, _) in zip(local, self.axes, strict=True):
+            split = min(1.0, max(0.0, (1 - one / full) / (1 - 1 / TRIED))) if full else 0.0
+            found *= 1 - split * (1 - 1 / size)
+        return found
+
+    def seconds(self, step: Step, works: Sequence[Work], full: Work, rows: bool, *, back: bool = False) -> float:
+        """Returns the seconds of one call of a step on one rank, whose work on each tensor axis is given."""
         pieces = self.pieces if rows else 1
-        flops = full.flops * self.share(work.flops, full.flops) / pieces
-        moved = self.costs.moved(full.bytes * self.share(work.bytes, full.bytes) / pieces)
+        flops = full.flops * self.share([one.flops for one in works], full.flops) / pieces
+        moved = self.costs.moved(full.bytes * self.share([one.bytes for one in works], full.bytes) / pieces)
         moved = max(moved, full.calls * self.costs.launch)
         if not flops:
             return moved
@@ -230,46 +264,67 @@ class Prices:
         rate = self.costs.rates[self.costs.dtype] * size / (size + self.costs.half)
         return max(flops / rate, moved)
 
-    def move(self, move: Move, rows: bool) -> float:
-        """Returns the seconds of a redistribution over `tp`."""
-        size = move.meta.bytes / (self.pieces if rows else 1)
+    def moved(self, step: Step, chosen: Sequence[Strategy], works: Sequence[Work], rows: bool) -> float:
+        """Returns the seconds of the redistributions of one call of a step."""
+        metas = [*(self.space.meta(ref) for ref in step.inputs), *step.outputs]
+        total = 0.0
+        for axis, work in enumerate(works):
+            for move in work.moves:
+                held = 1.0
+                if self.first is not None:  # each rank has a part of the tensor, as the other axis shards it
+                    other = chosen[1 - axis]
+                    states = zip(metas, (*other.inputs, *other.outputs), strict=True)
+                    state = next((state for meta, state in states if meta == move.meta), None)
+                    held = self.held(state.forward, 1 - axis) if state is not None else 1.0
+                total += self.move(move, rows, axis, held)
+        return total
+
+    def move(self, move: Move, rows: bool, axis: int = 0, held: float = 1.0) -> float:
+        """Returns the seconds of a redistribution over a tensor axis, of a fraction `held` of the tensor."""
+        ranks, group = self.axes[axis]
+        size = move.meta.bytes * held / (self.pieces if rows else 1)
         one, two = move.source[0], move.target[0]
         if isinstance(one, Shard):
             if isinstance(two, Shard):
-                return self.links.seconds("all_to_all", size / self.setting.tp, self.tp)
-            return self.links.seconds("all_gather", size, self.tp)
+                return self.links.seconds("all_to_all", size / ranks, group)
+            return self.links.seconds("all_gather", size, group)
         if isinstance(one, Partial) and not isinstance(two, Partial):
-            return self.links.seconds("reduce_scatter" if isinstance(two, Shard) else "all_reduce", size, self.tp)
+            return self.links.seconds("reduce_scatter" if isinstance(two, Shard) else "all_reduce", size, group)
         return 0.0
 
-    def saved(self, step: Step, strategy: Strategy, rows: bool) -> float:
+    def saved(self, step: Step, chosen: Sequence[Strategy], rows: bool) -> float:
         """Returns the bytes that a rank keeps of a step's results until backward."""
-        if step.kind in ("enter", "leave") and not strategy.moved:
+        if step.kind in ("enter", "leave") and not any(one.moved for one in chosen):
             return 0.0
-        total = step.extra * self.share(strategy.forward.bytes, step.full_forward.bytes)
+        total = step.extra * self.share([one.forward.bytes for one in chosen], step.full_forward.bytes)
         for index in step.kept:
-            meta, state = step.outputs[index], strategy.outputs[index]
-            if meta is not None and state is not None and step.kind != "buffer":
-                total += meta.bytes * self.held(state.forward)
+            meta = step.outputs[index]
+            if meta is not None and step.kind != "buffer":
+                total += meta.bytes * self.held_of([one.outputs[index] for one in chosen])
         return total / (self.pieces if rows else 1)
 
-    def held(self, placed: Placed) -> float:
-        """Returns the fraction of a tensor that one rank of `tp` has."""
-        return 1 / self.setting.tp if isinstance(placed[0], Shard) else 1.0
+    def held(self, placed: Placed, axis: int = 0) -> float:
+        """Returns the fraction of a tensor that one rank of a tensor axis has."""
+        return 1 / self.axes[axis][0] if isinstance(placed[0], Shard) else 1.0
+
+    def held_of(self, states: Sequence[State | None]) -> float:
+        """Returns the fraction of a tensor that one rank has, from its states on the tensor axes."""
+        return prod(self.held(one.forward, axis) for axis, one in enumerate(states) if one is not None)
 
     # ---- parameters
 
-    def parameter(self, step: Step, state: State, *, again: bool) -> Parts:
+    def parameter(self, step: Step, states: Sequence[State | None], *, again: bool) -> Parts:
         """Returns the collectives of a parameter in a step of training, and its bytes on a rank."""
         meta, trained = step.outputs[0], step.trained[0]
         assert meta is not None
-        size = meta.bytes * self.held(state.forward)
+        size = meta.bytes * self.held_of(states)
         stored = size * self.setting.widening
         sharded, staged = self.setting.shard and bool(meta.shape), self.setting.pp > 1
         calls = 1 if staged else self.calls
         found = Parts()
-        if trained and state.partial[0]:
-            found.tp = self.links.seconds("all_reduce", stored, self.tp) * calls
+        sums = [group for state, (_, group) in zip(states, self.axes, strict=True) if state and state.partial[0]]
+        if trained:
+            found.tp = sum(self.links.seconds("all_reduce", stored, group) for group in sums) * calls
         if sharded:
             kept = trained and not self.setting.reshard
             gathers = 1 if staged else calls * (1 + again + (trained and not kept))

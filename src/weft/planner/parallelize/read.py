@@ -13,13 +13,13 @@ from weft.planner.parallelize.placements import PLACEMENTS, placement_of
 from weft.planner.parallelize.plan import Plan
 
 NAMES = {
-    "DP": "dp", "TP": "tp", "SHARD_PARAMETERS": "shard_parameters",
+    "DP": "dp", "TP": "tp", "TP2": "tp2", "SHARD_PARAMETERS": "shard_parameters",
     "RESHARD_AFTER_FORWARD": "reshard_after_forward", "STRUCTURE": "structure",
     "PARAMETERS": "parameters", "INPUTS": "inputs", "OUTPUTS": "outputs", "ISLANDS": "islands",
     "RECOMPUTE": "recompute", "PP": "pp", "MICRO_BATCHES": "micro_batches", "SCHEDULE": "schedule", "STAGES": "stages",
 }  # fmt: skip  # of the tables in plan.py
 OF_STAGES = ("PP", "MICRO_BATCHES", "SCHEDULE", "STAGES")  # only plans with stages have these
-OPTIONAL = ("RESHARD_AFTER_FORWARD",)  # files of earlier versions have none
+OPTIONAL = ("RESHARD_AFTER_FORWARD", "TP2")  # files of earlier versions have none
 
 
 def read_plan(path: str | Path) -> Plan:

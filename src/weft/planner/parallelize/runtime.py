@@ -1,8 +1,9 @@
 """Runs a plain module on a mesh, with DTensors, as the tables of a plan specify.
 
-The mesh has the axes `dp` and `tp`. The rows of inputs are sharded over `dp`, parameters over both axes. All tensors
-are DTensors on the mesh, so each operation computes what it computes on one device, for all plans. Parameters are
-gathered over `dp` while their module runs, and again for backward (SimpleFSDP; Zhang et al., 2024), or kept until then.
+The mesh has the axes `dp`, `tp` and, in some plans, `tp2`. The rows of inputs are sharded over `dp`, parameters over
+all axes. All tensors are DTensors on the mesh, so each operation computes what it computes on one device, for all
+plans. Parameters are gathered over `dp` while their module runs, and again for backward (SimpleFSDP; Zhang et al.,
+2024), or kept until then.
 
 This file, and those of this package that it imports, import only PyTorch.
 """
@@ -21,7 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from weft.planner.parallelize.axes import placements_on, ranks_of, replicated_on, with_placement
+from weft.planner.parallelize.axes import (
+    OverTensor,
+    over_tensor,
+    placements_on,
+    ranks_of,
+    replicated_on,
+    sharded_dims,
+    with_placements,
+)
 from weft.planner.parallelize.containers import batch_rows, first_float, map_objects, map_tensors
 from weft.planner.parallelize.functions import Functions
 from weft.planner.parallelize.islands import isolate
@@ -42,10 +51,10 @@ class Runtime:
     """The tables of a plan for a mesh, which `apply` carries out on a module.
 
     Args:
-        mesh: a mesh with the axes `dp` and `tp`, or one of them.
-        parameters: pattern of parameter names -> placement over `tp`; the others are replicated over `tp`.
-        inputs: pattern of module names -> placement over `tp` of the first floating-point input of the module.
-        outputs: pattern of module names -> placement over `tp` of the first floating-point output of the module.
+        mesh: a mesh with the axes `dp`, `tp` and `tp2`, or some of them.
+        parameters: pattern of parameter names -> placement over the tensor axes; the others are replicated over them.
+        inputs: pattern of module names -> placement over the tensor axes of the module's first floating-point input.
+        outputs: pattern of module names -> likewise of the module's first floating-point output.
         islands: pattern of module names -> `rows` or `whole`: the module runs on plain tensors with the rank's rows, or
             with all rows. For modules with operators that DTensor cannot run, such as those with data-dependent shapes.
         recompute: patterns of names of modules whose activations are recomputed in backward.
@@ -65,9 +74,9 @@ class Runtime:
         self,
         mesh: DeviceMesh,
         *,
-        parameters: Mapping[str, Placement],
-        inputs: Mapping[str, Placement],
-        outputs: Mapping[str, Placement],
+        parameters: Mapping[str, OverTensor],
+        inputs: Mapping[str, OverTensor],
+        outputs: Mapping[str, OverTensor],
         islands: Mapping[str, str],
         recompute: Sequence[str] = (),
         shard_parameters: bool = True,
@@ -109,11 +118,11 @@ class Runtime:
     def _stored(self, name: str, shape: Sequence[int]) -> tuple[DeviceMesh, list[Placement]]:
         """Returns mesh and placements of a stored parameter.
 
-        Over `dp`, it is sharded in a dimension that `tp` leaves whole: the first that `dp`
-        divides, or else the largest.
+        Over `dp`, it is sharded in a dimension that the tensor axes leave whole: the first that `dp` divides, or else
+        the largest.
         """
         tp = match(name, self.parameters) or Replicate()
-        free = [dim for dim in range(len(shape)) if not (isinstance(tp, Shard) and tp.dim == dim)]
+        free = [dim for dim in range(len(shape)) if dim not in sharded_dims(tp)]
         if not self.shard_parameters or not free or self.dp == 1:
             return self.mesh, placements_on(self.mesh, Replicate(), tp)
         even = [dim for dim in free if shape[dim] % self.dp == 0]
@@ -238,7 +247,7 @@ def full_over_dp(parameter: DTensor, dtype: torch.dtype | None = None) -> DTenso
     Args:
         dtype: dtype of the result, if the parameter has floating-point values; None: that of the parameter.
     """
-    placements = with_placement(parameter.device_mesh, parameter.placements, "dp", Replicate())
+    placements = with_placements(parameter.device_mesh, parameter.placements, {"dp": Replicate()})
     casts = dtype not in (None, parameter.dtype) and parameter.is_floating_point()
     value = parameter.to(dtype) if casts else parameter.view_as(parameter)  # cast before it is gathered: fewer bytes
     return cast(DTensor, value).redistribute(placements=placements)
@@ -248,15 +257,15 @@ def _full(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _place(inputs: Placement | None, outputs: Placement | None, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+def _place(inputs: OverTensor | None, outputs: OverTensor | None, forward: Callable, *args: Any, **kwargs: Any) -> Any:
     """Runs a forward with its first floating-point input, and its first floating-point output, redistributed."""
 
-    def placed(tensors: Any, tp: Placement | None) -> Any:
+    def placed(tensors: Any, tp: OverTensor | None) -> Any:
         first = first_float(tensors, {})
-        if not isinstance(first, DTensor) or tp is None or (isinstance(tp, Shard) and first.dim() <= tp.dim):
+        if not isinstance(first, DTensor) or tp is None or first.dim() <= max(sharded_dims(tp), default=-1):
             return tensors
         mesh = first.device_mesh
-        new = first.redistribute(placements=with_placement(mesh, first.placements, "tp", tp))
+        new = first.redistribute(placements=with_placements(mesh, first.placements, over_tensor(tp)))
         return map_tensors(lambda tensor: new if tensor is first else tensor, tensors)
 
     args, kwargs = placed((args, kwargs), inputs)

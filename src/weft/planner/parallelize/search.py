@@ -28,7 +28,7 @@ from weft.planner.parallelize.stage_search import (
     with_stages,
 )
 from weft.planner.parallelize.strategies import TRIED, Trials
-from weft.planner.parallelize.tables import Found, Search, make_plan
+from weft.planner.parallelize.tables import Found, Search, make_plan, splits
 from weft.planner.plan import capacity
 
 GENERIC = "h100-sxm"  # the hardware file where neither a file is named nor a GPU is found
@@ -36,7 +36,9 @@ USABLE = 0.9  # fraction of a device's memory for parameters, gradients, moments
 STAGES_PAY = (
     0.9  # of the seconds without stages: a simulated schedule has neither waiting for late ranks nor its own work
 )
-WIDEST_TP = 64  # ranks of the tensor axis at most
+WIDEST_TP = 64  # ranks of the tensor axes at most
+SECOND_AXIS_PAYS = 0.95  # of the seconds with one tensor axis, which a reader understands sooner
+MOST_WITH_PAIRS = 2  # numbers of data ranks for which two tensor axes are tried
 
 
 def search_plan(
@@ -74,11 +76,15 @@ def search_plan(
     for setting in settings:
         if (setting.dp, setting.tp) not in search.unlimited:  # memory decides nothing: the settings before are faster
             solve_setting(search, machine, setting, limit, seconds / len(settings))
+    pairs = _on_two_axes(search, machine, devices, limit, seconds)
     staged = _staged(search, machine, devices, limit, seconds, steps) if steps.stages else None
     if not search.found and staged is None:
         raise UserError(_too_large(type(model).__name__, search, devices, limit))
     search.seconds["solver"] = time.perf_counter() - start - sum(search.seconds.values())
     best = min(search.found, key=lambda one: one.choice.cost, default=None)
+    second = min(pairs, key=lambda one: one.choice.cost, default=None)
+    if best is not None and second is not None and second.choice.cost < SECOND_AXIS_PAYS * best.choice.cost:
+        best = second
     if staged is not None and (best is None or staged.seconds < STAGES_PAY * best.choice.cost):
         plan = make_plan(model, search, staged.found, machine)
         try:
@@ -88,6 +94,23 @@ def search_plan(
                 raise
     assert best is not None
     return make_plan(model, search, best, machine), search, best
+
+
+def _on_two_axes(search: Search, hardware: Hardware, devices: int, limit: float, seconds: float) -> list[Found]:
+    """Returns plans with two tensor axes, for the numbers of data ranks whose plans with one axis are fastest.
+
+    Plans in which one axis splits nothing are left out: they are those of fewer devices.
+    """
+    best, inner = dict[int, Setting](), Search(search.space)
+    for one in sorted(search.found, key=lambda one: one.choice.cost):
+        if one.setting.tp >= 2 * TRIED:
+            best.setdefault(one.setting.dp, one.setting)
+    for setting in list(best.values())[:MOST_WITH_PAIRS]:
+        for tp in range(TRIED, setting.tp // TRIED + 1, TRIED):
+            if setting.tp % (tp * TRIED) == 0:
+                pair = replace(setting, tp=tp, tp2=setting.tp // tp)
+                solve_setting(inner, hardware, pair, limit, seconds / 16)
+    return [one for one in inner.found if one.prices.first and splits(one.prices.first) and splits(one.strategies)]
 
 
 def _staged(
@@ -193,8 +216,24 @@ def nearest_devices(rows: int, devices: int) -> int:
 
 
 def solve_setting(search: Search, hardware: Hardware, setting: Setting, limit: float, seconds: float) -> Found | None:
-    """Adds the best choice for one setting to the search, and returns it; None if none fits the memory."""
-    prices = Prices(search.space, hardware, setting, compute_dtype(search.space.graph))
+    """Adds the best choice for one setting to the search, and returns it; None if none fits the memory.
+
+    Of two tensor axes, the outer is decided first, as in the recursive partitions of Tofu (Wang et al., 2019): the
+    ranks of the inner axis do the same until it is decided what each of them does.
+    """
+    dtype = compute_dtype(search.space.graph)
+    prices = Prices(search.space, hardware, setting, dtype)
+    if setting.tp2 > 1:
+        outer = _solved(Search(search.space), prices, limit * setting.tp2, seconds)
+        if outer is None:
+            return None
+        prices = Prices(search.space, hardware, setting, dtype, outer.strategies)
+    return _solved(search, prices, limit, seconds)
+
+
+def _solved(search: Search, prices: Prices, limit: float, seconds: float) -> Found | None:
+    """Adds the best choice by some prices to the search, and returns it; None if none fits the memory."""
+    setting = prices.setting
     priced = [prices.options(place) for place in range(len(search.space.steps))]
     options = [[option for option, _ in each] for each in priced]
     inputs = [[(ref.node, ref.index) for ref in step.inputs] for step in search.space.steps]

@@ -10,6 +10,7 @@ in a call, and their gradients are reduced once (as ZeRO-1 does; Rajbhandari et 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from weft.errors import UserError
 from weft.planner.parallelize.containers import batch_rows, map_tensors
-from weft.planner.parallelize.mesh import mesh_of
+from weft.planner.parallelize.mesh import mesh_of, mesh_text
 from weft.planner.parallelize.runtime import Runtime, full_over_dp, wrap
 from weft.planner.parallelize.stage_calls import Begin, Finish, StageCalls, draw_seed, rows_of_micro_batch, stage_seed
 from weft.planner.parallelize.stage_follow import Player, Trace
@@ -35,8 +36,7 @@ class StagedRuntime(Runtime):
 
     Args:
         stages: the stages.
-        dp: number of ranks of the data axis.
-        tp: number of ranks of the tensor axis.
+        sizes: name of an axis of a stage's mesh -> number of ranks.
         mesh: the devices, or None for all ranks.
         loss: outputs -> loss; None if the module returns its loss.
         tables: see `Runtime`.
@@ -52,27 +52,23 @@ class StagedRuntime(Runtime):
     def __init__(
         self,
         stages: Stages,
-        dp: int,
-        tp: int,
+        sizes: Mapping[str, int],
         mesh: DeviceMesh | None,
         loss: Callable[..., torch.Tensor] | None,
         **tables: Any,
     ):
-        pp = stages.pp
+        pp, each = stages.pp, math.prod(sizes.values())
         if mesh is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             ranks = torch.arange(dist.get_world_size())
         else:
             device, ranks = mesh.device_type, mesh.mesh.flatten()
-        if ranks.numel() != pp * dp * tp:
-            raise UserError(
-                f"the plan is for {pp * dp * tp} devices (pp {pp} x dp {dp} x tp {tp}), and there are {ranks.numel()}"
-            )
-        ranks = ranks.view(pp, dp * tp)
+        if ranks.numel() != pp * each:
+            text = f"pp {pp} x {mesh_text(sizes)}"
+            raise UserError(f"the plan is for {pp * each} devices ({text}), and there are {ranks.numel()}")
+        ranks = ranks.view(pp, each)
         self.whole = DeviceMesh(device, ranks, mesh_dim_names=("pp", "stage"))
-        self.meshes = [
-            mesh_of(dp, tp, DeviceMesh(device, ranks[rank], mesh_dim_names=("stage",))) for rank in range(pp)
-        ]
+        self.meshes = [mesh_of(sizes, DeviceMesh(device, ranks[rank], mesh_dim_names=("stage",))) for rank in range(pp)]
         self.group, self.rank = self.whole.get_group("pp"), self.whole.get_local_rank("pp")
         super().__init__(self.meshes[self.rank], **tables)
         self.stages, self.loss = stages, loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ class Found:
     Attributes:
         setting: mesh and memory options.
         choice: the solution.
-        strategies: the strategy of each step of the space.
+        strategies: the strategy of each step of the space, on the last tensor axis.
         prices: what it was priced by.
     """
 
@@ -65,17 +66,19 @@ def make_plan(module: nn.Module, search: Search, best: Found, hardware: Hardware
         for pattern in patterns.of(name):
             tables[topic][pattern], notes[f"{topic} {pattern}"] = value, why
 
-    for place, (step, strategy) in enumerate(zip(search.space.steps, best.strategies, strict=True)):
-        state = next((one for one in strategy.outputs if one is not None), None)
-        if state is None:
+    for place, step in enumerate(search.space.steps):
+        chosen = best.prices.chosen(place, best.strategies[place])
+        placed = [one.outputs[0].forward[0] for one in chosen if one.outputs and one.outputs[0] is not None]
+        if not placed:
             continue
-        if step.kind == "parameter" and isinstance(state.forward[0], Shard):
+        value = placed[0] if len(placed) == 1 else tuple(placed)
+        if step.kind == "parameter" and any(isinstance(one, Shard) for one in placed):
             tied = [other for other, full in graph.tied.items() if full == step.node.name]
             for name in (step.node.name, *tied):
-                add("parameters", name, state.forward[0], _why_parameter(best, place))
-        elif strategy.moved:
+                add("parameters", name, value, _why_parameter(best, place, placed))
+        elif any(one.moved for one in chosen):
             topic = "inputs" if step.kind == "enter" else "outputs"
-            add(topic, step.node.name, state.forward[0], _why_move(best.prices, place, step, strategy))
+            add(topic, step.node.name, value, _why_move(best.prices, place, step, chosen))
     for path, why in graph.islands.items():
         add("islands", path, "whole", f"{why.partition('; ')[0]}; each rank computes all rows")
     for step in search.space.unsupported:
@@ -85,6 +88,7 @@ def make_plan(module: nn.Module, search: Search, best: Found, hardware: Hardware
     return Plan(
         dp=best.setting.dp,
         tp=best.setting.tp,
+        tp2=best.setting.tp2,
         parameters=tables["parameters"],
         inputs=tables["inputs"],
         outputs=tables["outputs"],
@@ -96,6 +100,12 @@ def make_plan(module: nn.Module, search: Search, best: Found, hardware: Hardware
         notes=notes | {"hardware": hardware.device.name, "searched": _searched(search)},
         prediction=_prediction(best),
     )
+
+
+def splits(strategies: Sequence[Strategy]) -> bool:
+    """Whether strategies on a tensor axis split any tensor."""
+    states = [state for one in strategies for state in one.outputs if state is not None]
+    return any(isinstance(state.forward[0], Shard) for state in states)
 
 
 def _prediction(best: Found) -> dict[str, float]:
@@ -130,17 +140,16 @@ class _Patterns:
         return [name]
 
 
-def _why_parameter(best: Found, place: int) -> str:
+def _why_parameter(best: Found, place: int, placed: Sequence[Placement]) -> str:
     """Returns what the placement of a parameter splits, and what its collectives take in a step."""
     space = best.prices.space
     step, parts = space.steps[place], best.prices.parts(place, best.strategies[place])
-    meta, state = step.outputs[0], best.strategies[place].outputs[0]
+    meta = step.outputs[0]
     assert meta is not None
-    assert state is not None
-    assert isinstance(state.forward[0], Shard)
     users = [user.node for user in space.steps if any(ref.node == place for ref in user.inputs)]
     operator = str(users[0].target).removeprefix("aten.").partition(".")[0] if users else ""
-    words = _DIMS.get((operator, state.forward[0].dim), f"dim {state.forward[0].dim}")
+    dims = dict.fromkeys(one.dim for one in placed if isinstance(one, Shard))
+    words = " and ".join(_DIMS.get((operator, dim), f"dim {dim}") for dim in dims)
     shape = " x ".join(map(str, meta.shape))
     seconds = parts.dp + parts.tp
     return f"{shape}: splits {words}" + (f"; {1e3 * seconds:.3g} ms of collectives a step" if seconds else "")
@@ -163,14 +172,14 @@ def _why_full(search: Search, parts: Parts, step: Step) -> str:
     return f"{name}: {step.node.source or 'the module'}: {cost} ({why[:120] or 'no sharding rule'})"
 
 
-def _why_move(prices: Prices, place: int, step: Step, strategy: Strategy) -> str:
+def _why_move(prices: Prices, place: int, step: Step, chosen: Sequence[Strategy]) -> str:
     rows = prices.rows[place]
     words = []
-    for when, work in (("forward", strategy.forward), ("backward", strategy.backward)):
-        for move in work.moves:
-            seconds = prices.move(move, rows)
-            if seconds:
-                words.append(f"{collective(move.source[0], move.target[0])} {when} {1e3 * seconds:.3g} ms")
+    for axis, strategy in enumerate(chosen):
+        for when, work in (("forward", strategy.forward), ("backward", strategy.backward)):
+            for move in work.moves:
+                if seconds := prices.move(move, rows, axis):
+                    words.append(f"{collective(move.source[0], move.target[0])} {when} {1e3 * seconds:.3g} ms")
     times = f", {step.node.times} times" if step.node.times > 1 else ""
     return (", ".join(words) or "no communication") + times
 

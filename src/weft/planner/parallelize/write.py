@@ -26,7 +26,7 @@ RUNTIME = (
     "stage_table", "stage_follow", "stage_trace", "stage_calls", "stage_run",
 )  # fmt: skip
 HEAD = '''\
-"""How {title} runs on {devices} devices: {pp}dp {dp} x tp {tp}.{cost}
+"""How {title} runs on {devices} devices: {mesh}.{cost}
 
     import {module}
     model = {module}.apply(model)   # under torchrun, in each process; create the optimizer afterwards
@@ -38,11 +38,12 @@ memory, not results. `weft parallelize --verify {file}` checks them. Written by 
 from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: F401
 
 DP, TP = {dp}, {tp}  # ranks of the data axis, which shards rows, and of the tensor axis
-SHARD_PARAMETERS = {shard}  # over dp too: gathered when their module runs
+{second}SHARD_PARAMETERS = {shard}  # over dp too: gathered when their module runs
 RESHARD_AFTER_FORWARD = {reshard}  # gathered parameters are freed, and gathered again for backward
 STRUCTURE = {structure!r}  # digest of the module that this plan is for
 '''
 
+SECOND = "TP2 = {tp2}  # ranks of the second tensor axis; a pair of placements is over both\n"
 TAIL = '''
 
 def apply(model, mesh=None, inputs="global", loss=None):
@@ -67,6 +68,7 @@ START = '''\
 """Carries out the tables of a plan."""
 
 import hashlib
+import math
 
 from .mesh import mesh_of, start_processes
 from .runtime import Runtime
@@ -84,24 +86,24 @@ def apply_tables(model, tables, mesh=None, inputs="global", loss=None):
         raise ValueError(f'inputs={{inputs!r}} is not supported; give "global" or "local"')
     if tables["STRUCTURE"] and tables["STRUCTURE"] != structure_of(model):
         raise ValueError(f"the plan is for another module than this {{type(model).__name__}}; plan again")
-    pp, dp, tp = tables.get("PP", 1), tables["DP"], tables["TP"]
-    start_processes(pp * dp * tp)
+    pp, sizes = tables.get("PP", 1), {{"dp": tables["DP"], "tp": tables["TP"], "tp2": tables.get("TP2", 1)}}
+    start_processes(pp * math.prod(sizes.values()))
     names = "parameters", "inputs", "outputs", "islands", "recompute", "shard_parameters"
     options = {{name: tables[name.upper()] for name in names}}
     options["local"] = ["inputs"] if inputs == "local" else []
     if tables.get("STAGES"):
         stages = stages_of(pp, tables["STAGES"], tables["SCHEDULE"], tables["MICRO_BATCHES"])
-        runtime = StagedRuntime(stages, dp, tp, mesh, loss, **options)
+        runtime = StagedRuntime(stages, sizes, mesh, loss, **options)
     else:
-        runtime = Runtime(mesh_of(dp, tp, mesh), **options)
+        runtime = Runtime(mesh_of(sizes, mesh), **options)
     runtime.reshard_after_forward = tables.get("RESHARD_AFTER_FORWARD", True)
     return runtime.apply(model)
 '''
 
 COMMENTS = {
-    "parameters": "over tp; all other parameters are replicated over tp",
-    "inputs": "over tp, of the first floating-point input of a module",
-    "outputs": "over tp, of the first floating-point output of a module",
+    "parameters": "over {axes}; all other parameters are replicated over {axes}",
+    "inputs": "over {axes}, of the first floating-point input of a module",
+    "outputs": "over {axes}, of the first floating-point output of a module",
     "islands": "modules that run on plain tensors: with the rank's rows, or with all",
 }
 
@@ -159,12 +161,13 @@ def python_text(plan: Any, path: Path, title: str) -> str:
     cost = f" Predicted: {timing(seconds)} a step." if seconds else ""
     text = HEAD.format(
         title=title, devices=plan.devices, dp=plan.dp, tp=plan.tp, cost=cost, module=path.stem, file=path.name,
+        mesh=plan, second=SECOND.format(tp2=plan.tp2) if plan.tp2 > 1 else "",
         shard=plan.shard_parameters, reshard=plan.reshard_after_forward,
-        structure=plan.structure, pp=f"pp {plan.pp} x " if plan.stages else "",
+        structure=plan.structure,
     )  # fmt: skip
     text += _stages_text(plan) if plan.stages else ""
     for topic, comment in COMMENTS.items():
-        table = getattr(plan, topic)
+        table, comment = getattr(plan, topic), comment.format(axes="tp and tp2" if plan.tp2 > 1 else "tp")
         text += f"\n{topic.upper()} = {{" + (f"  # {comment}\n" if table else "}" + f"  # {comment}\n")
         width = max((len(f"{_quoted(key)}: {_value(value)},") for key, value in table.items()), default=0)
         for key, value in table.items():
