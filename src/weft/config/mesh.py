@@ -6,11 +6,11 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from weft.config.section import Section
+from weft.config.section import Section, TextPattern
 from weft.errors import UserError
 
 MOST = (
@@ -126,6 +126,14 @@ class ParallelSection(Section):
     stage_layers: list[int] | None = None
     """Number of layers of each pipeline stage, from first to last. Default: the stages have about equal FLOPs."""
 
+    nccl: dict[Annotated[str, TextPattern(pattern=r"^(TORCH_)?NCCL_[A-Z0-9_]+$", words="NCCL_*")], str | int] = Field(
+        default={"TORCH_NCCL_HIGH_PRIORITY": 1}
+    )
+    """Settings of NCCL and of PyTorch's use of it: names and values of environment variables `NCCL_*` and
+    `TORCH_NCCL_*`, which are set before NCCL starts. A variable that is already set keeps its value, and the log says
+    so. The default lets communication start while kernels of the computation wait, because NCCL's streams have a
+    higher priority. No effect on CPUs (docs/performance.md).
+    """
     compress: CompressSection | None = None
     """Gradient compression over `dp_replicate`, for slow links between replicas. Default: none."""
 

@@ -44,6 +44,7 @@ class Needs:
         self.compresses = get("parallel.compress.rank") is not None
         self.only_rows, self.qat = get("training.only_rows_from"), get("training.qat.type")
         self.compiles, self.micro = bool(get("training.compile")), get("training.micro_batch_size")
+        self.graphs = get("training.compile") == "reduce-overhead"
         self.length = get("data.sequence_length")
         lengths = (("data.sequence_length", self.length), ("data.length_warmup.start", get("data.length_warmup.start")))
         self.lengths = [(key, length) for key, length in lengths if length]
@@ -100,6 +101,8 @@ class Needs:
         """Yields reasons against the sizes of single axes."""
         if self.type not in (None, "decoder"):
             yield from self._other_models(shape)
+        if self.graphs:
+            yield from self._cuda_graphs(shape)
         if shape.tp > 1 and self.section.async_tp and not self.compiles:
             what = "async_tp needs compiled code; set training.compile: true, or remove the key"
             yield Reason("parallel.async_tp", what)
@@ -162,6 +165,17 @@ class Needs:
             elif size > 1 and self.section.plan is None and has_table(self.type) is False:
                 what = f"{size}, but {self.type} does not define how its matrices are sharded"
                 yield Reason(key, f"{what}; add a table weft_sharding to the class (docs/parallel-own-model.md)")
+
+    def _cuda_graphs(self, shape: MeshShape) -> Iterator[Reason]:
+        """Yields reasons why CUDA graphs cannot replay blocks, whose parameters must stay in place on one GPU."""
+        remedy = "set training.compile: true"
+        for axis in (axis for axis, size in shape.sizes.items() if size > 1 and axis != "dp_replicate"):
+            more = ", or dp_replicate: -1 and dp_shard: 1" if axis == "dp_shard" else f", or {axis}: 1"
+            what = f"reduce-overhead needs the whole model on one GPU, but parallel.{axis} is {shape.sizes[axis]}"
+            yield Reason("training.compile", f"{what}; {remedy}{more}")
+        if self.section.offload == "parameters" or self.compresses:
+            key = "parallel.compress" if self.compresses else "parallel.offload: parameters"
+            yield Reason("training.compile", f"reduce-overhead does not work with {key}; {remedy}, or remove that key")
 
     def _exchange(self, shape: MeshShape) -> Iterator[Reason]:
         if self.section.cp_method != "all_to_all" or self.exchanges(shape):

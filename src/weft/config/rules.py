@@ -305,6 +305,14 @@ def _check_precision(draft: Draft, steps: int | None) -> None:
     if reduced == "float16" and start is not None:
         what = "compressed gradients are not scaled, so they can exceed the range of float16; set bfloat16 or auto"
         draft.report("training.reduce_dtype", what, "parallel.compress")
+    if draft.get("training.compile") == "reduce-overhead":
+        # Other gradients would be memory of a graph, which its next replay overwrites.
+        if dtype in ("float32", "float64"):
+            what = f"{dtype}, but CUDA graphs (reduce-overhead) need 16 bits; set bfloat16, or training.compile: true"
+            draft.report("training.dtype", what, "training.compile")
+        elif reduced not in ("auto", "float32"):
+            what = f"{reduced}, but CUDA graphs (reduce-overhead) need float32; set auto, or training.compile: true"
+            draft.report("training.reduce_dtype", what, "training.compile")
     if draft.get("training.fp8") and dtype not in ("auto", "bfloat16"):
         what = f"{dtype}, but with fp8 all other operations are computed in bfloat16; set bfloat16 or auto"
         draft.report("training.dtype", what, "training.fp8")

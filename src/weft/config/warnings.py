@@ -107,6 +107,8 @@ def _parallel(config: RunConfig, mesh: MeshShape) -> Iterator[str]:
 def _device(config: RunConfig) -> Iterator[str]:
     """Yields warnings about features that need a GPU, and about fp8 without compilation."""
     asked = {"training.fp8": config.training.fp8, "parallel.async_tp": config.parallel.async_tp}
+    if config.training.compile == "reduce-overhead" and not _gpu_visible():
+        yield "training.compile: reduce-overhead is the same as true here, because this machine has no visible GPU"
     for key in [key for key, on in asked.items() if on and not _gpu_visible()]:
         yield f"{key}: needs a GPU, but this machine has no visible GPU; remove the key to train on a CPU"
     if config.training.fp8 and not config.training.compile:

@@ -24,6 +24,8 @@ from weft.formatting import flat, without_secrets
 from weft.processes import usable_cores
 
 MANIFEST = "manifest.json"
+# Variables that change how GPUs and NCCL compute or use memory. No others are recorded: they can be secret.
+ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
 PACKAGES = ("torch", "numpy", "tokenizers", "gigatoken", "safetensors", "pydantic", "triton", "transformers")
 
 
@@ -55,6 +57,9 @@ def write_manifest(run_directory: str | Path, config: Any, *, resumed_step: int 
         "hardware": hardware(),
         "ranks": facts.get("ranks", 1),
     }
+    names = (*ENVIRONMENT, *config.get("parallel", {}).get("nccl", {}))
+    if environment := {name: os.environ[name] for name in names if name in os.environ}:
+        current["environment"] = environment
     chosen = {key: training.get(key) for key in ("dtype", "threads", "determinism")}
     of_session = {key: facts[key] for key in ("mesh", "data_digests", "changes") if facts.get(key)}
     session = {"started": now(), "step": resumed_step, **current, **chosen, **of_session}

@@ -253,7 +253,7 @@ def use_local_parameters(model: nn.Module, state: ModelState) -> nn.Module:
 
 def checkpoint_activations(model: nn.Module, state: ModelState) -> nn.Module:
     """Wraps the blocks that `activation_checkpointing` selects. Makes no assumption about parameters."""
-    mode, compile = state.plan.activation_checkpointing, state.plan.compile
+    mode, compile = state.plan.activation_checkpointing, bool(state.plan.compile)
     for block, number, of in numbered_blocks(model):
         wrapper = partial(checkpointed, mode=mode, number=number, of=of, compile=compile)
         state.wrap(block, f"activation checkpointing ({mode})", wrapper)
@@ -267,7 +267,7 @@ def compile_blocks(model: nn.Module, state: ModelState) -> nn.Module:
     `use_local_parameters` will replace DTensor parameters outside of the compiled forward.
     """
     for block in repeated_blocks(model):
-        options = compiler_options(block, state.world.device)
+        options = compiler_options(block, state.plan, state.world.device)
         state.wrap(block, "torch.compile", partial(compiled, options=options))
     if (token_logprobs := getattr(model, "token_logprobs", None)) is not None:
         state.fill(model, "token_logprobs", "torch.compile", partial(token_logprobs, compiled=True))
@@ -286,13 +286,14 @@ def widen_residual_stream(model: nn.Module, state: ModelState) -> nn.Module:
     return model
 
 
-def compiler_options(block: nn.Module, device: torch.device) -> dict[str, str | int | bool | Callable]:
-    """Returns Inductor's options for a block: {}, except for a parallel block on CPUs, which needs a workaround.
+def compiler_options(block: nn.Module, plan: ModelPlan, device: torch.device) -> dict[str, int | bool]:
+    """Returns Inductor's options for a block: CUDA graphs on GPUs, if the plan has them; on CPUs, a workaround.
 
-    In a parallel block, attention and MLP have the same input, and their output biases have the same gradient. On CPUs,
-    Inductor (PyTorch 2.11 to 2.13) fuses the sums of both gradients; in 16 bits the generated code declares a variable
-    twice and fails to compile. The option disables this fusion.
+    In a parallel block, the output biases of attention and MLP have the same gradient. On CPUs, Inductor (PyTorch 2.11
+    to 2.13) fuses both sums; in 16 bits the generated code fails to compile. The option disables this fusion.
     """
+    if device.type == "cuda":
+        return {"triton.cudagraphs": True} if plan.compile == "reduce-overhead" and plan.dtype.itemsize == 2 else {}
     fails = device.type == "cpu" and isinstance(block, Block) and block.parallel
     return {"cpp.max_horizontal_fusion_size": 1} if fails else {}
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ class ModelPlan:
         seed: seed of initial weights, which depend on this seed and on parameter names, not on the mesh.
         draw: whether to draw initial weights. False: weights are loaded, and until then uninitialized, except for those
             that the class of a custom model sets.
+        compile: value of `training.compile`.
         activation_checkpointing: value of `training.activation_checkpointing`.
         only_rows_from: first row to train of the embedding and the head. All other parameters are frozen, and
             `FrozenRows` keeps the rows before this row unchanged. None trains all parameters.
@@ -57,7 +58,7 @@ class ModelPlan:
     reduce_dtype: torch.dtype | None = None
     seed: int = 0
     draw: bool = True
-    compile: bool = False
+    compile: bool | Literal["reduce-overhead"] = False
     activation_checkpointing: str = "none"
     only_rows_from: int | None = None
     freeze: tuple[str, ...] = ()

@@ -157,6 +157,7 @@ class Passes:
 
     def loss(self, batch: Batch, shard: Batch, learned_tokens: float | None) -> torch.Tensor | Loss:
         """Runs a forward pass, and returns the loss of this rank's shard of a batch."""
+        torch.compiler.cudagraph_mark_step_begin()  # CUDA graphs may reuse the memory of earlier passes
         if self.compute is not None:
             return self.compute(lambda inputs: self.forward(self.complete(inputs, batch, shard, learned_tokens)), shard)
         outputs = self.forward(self.complete(self.objective.inputs(shard), batch, shard, learned_tokens))

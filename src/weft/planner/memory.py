@@ -143,7 +143,7 @@ class _Ranks:
         length, given = sequence_length(config), training.micro_batch_size
         per_rank, micro = split_batch(batch_sequences(config), length, self.mesh, given, self.parallel)
         self.count = -(-per_rank // micro)
-        self.shares = Shares(model, micro, length, self.mesh, self.width, self.state, fused=training.compile)
+        self.shares = Shares(model, micro, length, self.mesh, self.width, self.state, fused=bool(training.compile))
         self.checkpointing, self.vocabulary = training.activation_checkpointing, model.vocab_size
         self.stays = not self.parallel.reshards or (self.mesh.fsdp == 1 and self.on_device)  # full, after forward
         self.states = STATES.get(config.optimizer.type, 2)

@@ -143,7 +143,7 @@ class Job:
         reduce = state if self.training.reduce_dtype == "auto" else self.training.reduce_dtype
         self.width, self.state, self.reduce_width = WIDTHS[self.dtype], WIDTHS[state], WIDTHS[reduce]
         self.sent = self.width if self.parallel.pp_residual == "compute" else self.state  # between pipeline stages
-        fused = self.training.compile if self.stack.fused is None else self.stack.fused
+        fused = bool(self.training.compile) if self.stack.fused is None else self.stack.fused
         self.shares = Shares(
             model=self.model,
             sequences=self.micro,

@@ -21,6 +21,7 @@ from weft.kernels.processor import multiplies_bfloat16
 from weft.processes import usable_cores
 
 if TYPE_CHECKING:
+    from weft.config.run import RunConfig
     from weft.parallel.world import World
 
 DTYPES = {
@@ -29,6 +30,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+# Read by the allocator of GPUs when it starts. Without it, memory that was freed in pieces of other sizes is lost: with
+# expandable segments, the allocator maps physical memory to one range of addresses, which grows.
+GPU_ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # other names of the same
 # Read by cuBLAS and NCCL when they start. cuBLAS: workspaces of a fixed size, which torch asks for. NCCL: no reduction
 # within a switch (NVLink SHARP), whose order of additions is not fixed.
 EXACT_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
@@ -62,11 +67,25 @@ def apply_choices(training: TrainingSection) -> None:
     keep_freed_memory()
 
 
-def prepare_environment(training: TrainingSection) -> None:
-    """Sets the environment variables of `determinism: exact`, before libraries read them. Existing values are kept."""
-    if training.determinism == "exact":
-        for name, value in EXACT_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+def prepare_environment(config: RunConfig, *, gpu: bool | None = None) -> list[str]:
+    """Sets environment variables of GPUs, NCCL and `determinism: exact`, before libraries read them.
+
+    Existing values are kept. Returns a line for each that differs from the value that Weft would set.
+
+    Args:
+        gpu: whether the run is on GPUs. Default: whether there are GPUs.
+    """
+    asked = EXACT_ENVIRONMENT if config.training.determinism == "exact" else {}
+    if torch.cuda.is_available() if gpu is None else gpu:
+        asked = GPU_ENVIRONMENT | {name: str(value) for name, value in config.parallel.nccl.items()} | asked
+    kept = []
+    for name, value in asked.items():
+        names = ALLOCATOR if name in ALLOCATOR else (name,)
+        given = next((other for other in names if other in os.environ), name)
+        found = os.environ.setdefault(given, value)
+        if found != value:
+            kept.append(f"{given}={found} of the environment is used; without it, Weft would set {name}={value}")
+    return kept
 
 
 @contextmanager

@@ -278,7 +278,8 @@ class Trainer:
         self.config = planned(self.config, int(os.environ.get("WORLD_SIZE", 1)), self.console, fresh=self.fresh)
         compare_ranks(lambda: run_facts(self.user_config) | planned_facts(self.config))
         check_mesh(self.config, int(os.environ.get("WORLD_SIZE", 1)))
-        prepare_environment(self.config.training)
+        for line in prepare_environment(self.config):
+            self.console.line(line)
         with ExitStack() as cleanup:
             world = start_world(self.config.parallel)
             cleanup.callback(world.abandon)
