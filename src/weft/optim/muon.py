@@ -10,13 +10,13 @@ from annotated_types import Ge, Gt, Lt
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weft.kernels.processor import multiplies_bfloat16
-from weft.optim.adamw import LocalAdamW, local
+from weft.optim.adamw import AdamW, local
 
 # Coefficients of the quintic Newton-Schulz iteration: five steps bring singular values to about 1, not exactly to 1.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
-class Muon(LocalAdamW):
+class Muon(AdamW):
     """Momentum with orthogonalized updates for the matrices of hidden layers, and AdamW for all other parameters.
 
     AdamW also updates the embeddings and the output head. The update of a hidden layer's matrix is the
