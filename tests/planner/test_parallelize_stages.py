@@ -12,7 +12,7 @@ from weft.parallel.axes.pipeline import SCHEDULES as SHORT
 from weft.planner.parallelize.plan import Plan
 from weft.planner.parallelize.read import read_plan
 from weft.planner.parallelize.search import search_plan
-from weft.planner.parallelize.stage_search import simulate
+from weft.planner.parallelize.stage_search import Passes, simulate
 from weft.planner.parallelize.stage_table import V_SHAPED, fits_schedule, stages_of
 from weft.planner.parallelize.verify import verify_plan
 
@@ -145,15 +145,19 @@ def test_slow_links_between_hosts_get_stages_between_and_tensor_parallelism_with
 
 def test_simulated_schedules_have_the_bubble_of_their_papers():
     pp, count, seconds = 4, 8, 1.0
-    found = simulate("1f1b", 1, pp, count, [seconds] * pp, 0.0, [1.0] * pp)
+    whole, half = Passes(1 / 3, 2 / 3, 1 / 3), Passes(1 / 6, 1 / 3, 1 / 6)
+    found = simulate("1f1b", 1, pp, count, [whole] * pp, 0.0, [1.0] * pp)
     assert found.seconds == pytest.approx((count + pp - 1) * seconds)
     assert found.peaks == [4.0, 3.0, 2.0, 1.0]  # micro-batches whose backward passes have not run
-    assert simulate("gpipe", 1, pp, count, [seconds] * pp, 0.0, [1.0] * pp).peaks == [count] * pp
-    halves = simulate("interleaved_1f1b", 2, pp, count, [seconds / 2] * 2 * pp, 0.0, [0.5] * 2 * pp)
+    assert simulate("gpipe", 1, pp, count, [whole] * pp, 0.0, [1.0] * pp).peaks == [count] * pp
+    halves = simulate("interleaved_1f1b", 2, pp, count, [half] * 2 * pp, 0.0, [0.5] * 2 * pp)
     assert halves.seconds == pytest.approx((count + (pp - 1) / 2) * seconds)
-    v_shaped = simulate("zbv_zero_bubble", 2, pp, count, [seconds / 2] * 2 * pp, 0.0, [0.5] * 2 * pp)
+    v_shaped = simulate("zbv_zero_bubble", 2, pp, count, [half] * 2 * pp, 0.0, [0.5] * 2 * pp)
     assert v_shaped.seconds == pytest.approx((count + (pp - 1) / 6) * seconds)  # only the forward passes before
     assert max(v_shaped.peaks) == pp  # as for 1F1B (Qi et al., 2024)
+    attention = Passes(1 / 6, 1 / 3, 0.0)  # without weights, whose gradients would fill the bubble
+    v_shaped = simulate("zbv_zero_bubble", 2, pp, count, [attention] * 2 * pp, 0.0, [0.5] * 2 * pp)
+    assert v_shaped.seconds > (count + (pp - 1) / 4) * seconds
 
 
 @pytest.mark.matrix

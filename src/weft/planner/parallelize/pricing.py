@@ -103,6 +103,8 @@ class Parts:
         dp: seconds of collectives over `dp`.
         states: bytes of a parameter, its gradient and the moments of Adam.
         activations: bytes that are saved for backward, of one micro-batch.
+        forward: seconds of `compute` and `tp` in forward passes.
+        weights: seconds of `compute` for gradients of parameters.
     """
 
     compute: float = 0.0
@@ -110,6 +112,8 @@ class Parts:
     dp: float = 0.0
     states: float = 0.0
     activations: float = 0.0
+    forward: float = 0.0
+    weights: float = 0.0
 
     def __add__(self, other: Parts) -> Parts:
         return Parts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
@@ -222,19 +226,24 @@ class Prices:
             found = self.parameter(step, [one.outputs[0] for one in chosen], again=again)
         else:
             repeats = 2 if again else 1
+            ahead, moved = self.seconds(step, forward, step.full_forward, rows), self.moved(step, chosen, forward, rows)
+            back = self.seconds(step, backward, step.full_backward, rows, back=True)
             found = Parts(
-                compute=self.calls
-                * (
-                    self.seconds(step, forward, step.full_forward, rows) * repeats
-                    + self.seconds(step, backward, step.full_backward, rows, back=True)
-                ),
-                tp=self.calls
-                * (self.moved(step, chosen, forward, rows) * repeats + self.moved(step, chosen, backward, rows)),
+                compute=self.calls * (ahead * repeats + back),
+                tp=self.calls * (moved * repeats + self.moved(step, chosen, backward, rows)),
                 activations=0.0 if again else self.saved(step, chosen, rows),
+                forward=self.calls * (ahead + moved),
+                weights=self.calls * back * self.share_of_weights(step),
             )
         return Parts(*(getattr(found, one.name) * step.node.times for one in fields(found)))
 
     # ---- operations
+
+    def share_of_weights(self, step: Step) -> float:
+        """Returns the fraction of a backward pass for gradients of parameters: a product has one for each input."""
+        steps = self.space.steps
+        trained = [steps[ref.node].kind for ref in step.inputs if steps[ref.node].trained[ref.index]]
+        return trained.count("parameter") / len(trained) if trained and step.full_backward.products else 0.0
 
     def share(self, local: Sequence[float], full: float) -> float:
         """Returns the fraction of work that one rank has.

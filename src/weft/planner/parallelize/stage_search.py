@@ -26,13 +26,26 @@ from weft.planner.parallelize.stage_table import stages_of
 from weft.planner.parallelize.stage_trace import trace_stages
 from weft.planner.parallelize.tables import Found
 from weft.planner.pipeline import ordered_passes
+from weft.planner.schedules import Kind
 
 # Simpler schedules first. `gpipe` is as fast as `1f1b`, and needs more memory.
 TRIED: tuple[Schedule, ...] = (
     "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"
 )  # fmt: skip
 SIMPLER = 0.005  # by which each schedule must be faster than the one before
-PASSES = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}  # of the seconds of a block: a product has two in backward
+
+
+class Passes(NamedTuple):
+    """Seconds of the passes of a stage for a micro-batch: forward, backward, and the parts of backward."""
+
+    forward: float
+    backward: float
+    weights: float
+
+    def of(self, kind: Kind) -> float:
+        """Returns the seconds of an action of a schedule."""
+        found = {"F": self.forward, "B": self.backward, "W": self.weights, "I": self.backward - self.weights}
+        return found[kind]
 
 
 class Staged(NamedTuple):
@@ -178,9 +191,13 @@ def _stages_with(found: Found, blocks: Blocks, count: int, section: ParallelSect
     ends = [sum(counts[: place + 1]) for place in range(len(counts))]
     stages = [sum(blocks.parts[end - n : end], Parts()) for n, end in zip(counts, ends, strict=True)]
     times = [(one.compute + one.tp) / count for one in stages]
+    passes = [
+        Passes(one.forward / count, total - one.forward / count, one.weights / count)
+        for one, total in zip(stages, times, strict=True)
+    ]
     saved = [one.activations for one in stages]
     send = links.seconds("send", blocks.stream, Group(pp, setting.dp * setting.tp))
-    run, alone = (simulate(schedule, virtual, pp, count, times, one, saved) for one in (send, 0.0))
+    run, alone = (simulate(schedule, virtual, pp, count, passes, one, saved) for one in (send, 0.0))
     owned = stages_of(pp, [("", ())] * len(stages), SCHEDULES[schedule], count)
     ranks = [sum((stages[one] for one in owned.stages_of(rank)), Parts()) for rank in range(pp)]
     memory, states = max((_states(setting, one) + peak, one.states) for one, peak in zip(ranks, run.peaks, strict=True))
@@ -215,14 +232,14 @@ def simulate(
     virtual: int,
     pp: int,
     micro_batches: int,
-    seconds: Sequence[float],
+    passes: Sequence[Passes],
     send: float,
     saved: Sequence[float],
 ) -> Simulated:
     """Returns a step of a schedule: a pass starts when its rank is free and its input has arrived.
 
     Args:
-        seconds: of forward and backward of each stage, for one micro-batch.
+        passes: seconds of the passes of each stage.
         send: seconds of sending a tensor to the next rank.
         saved: bytes that each stage saves in forward for one micro-batch.
     """
@@ -231,7 +248,7 @@ def simulate(
     for one in ordered_passes(schedule, virtual, pp, micro_batches):
         kind, stage, _ = one.action
         arrived = ends[one.needs] + (send if one.sent else 0.0) if one.needs >= 0 else 0.0
-        clocks[one.rank] = max(clocks[one.rank], arrived) + seconds[stage] * PASSES[kind]
+        clocks[one.rank] = max(clocks[one.rank], arrived) + passes[stage].of(kind)
         ends.append(clocks[one.rank])
         held[one.rank] += {"F": saved[stage], "I": 0.0}.get(kind, -saved[stage])
         peaks[one.rank] = max(peaks[one.rank], held[one.rank])
