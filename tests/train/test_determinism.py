@@ -78,6 +78,12 @@ def test_gpus_get_expandable_segments_and_the_settings_of_nccl(run_yaml, monkeyp
     assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "1"
 
 
+def test_a_setting_of_nccl_goes_before_determinism_and_the_log_says_so(run_yaml, clean):
+    (line,) = prepare_environment(config(run_yaml, "exact", nccl={"NCCL_ALGO": "Ring"}), gpu=True)
+    assert line.startswith("parallel.nccl: NCCL_ALGO=Ring is used")
+    assert os.environ["NCCL_ALGO"] == "Ring"
+
+
 def test_an_allocator_that_the_user_has_set_by_either_name_stays_and_the_log_says_so(run_yaml, monkeypatch, clean):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:256")
     (line,) = prepare_environment(config(run_yaml, "order"), gpu=True)

@@ -8,7 +8,7 @@ from weft.config.draft import Draft
 from weft.config.mesh import ParallelSection
 
 # Keys of `parallel` that apply to plans of custom models. Those that such a plan decides must have the plan's values.
-OF_MODULE_PLANS = ("auto", "hardware", "plan", "pp", "dp_shard", "tp", "pp_schedule", "stages_per_rank")
+OF_MODULE_PLANS = ("auto", "hardware", "plan", "pp", "dp_shard", "tp", "pp_schedule", "stages_per_rank", "nccl")
 TRAINING = ("compile", "fp8", "qat", "only_rows_from", "activation_checkpointing")
 
 

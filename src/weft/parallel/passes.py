@@ -71,6 +71,7 @@ class Passes:
         self.forward = forward_of(model, normalizers=self.normalizers)
         state = state_of(model)
         self.sequence_shard = None if state is None else state.sequence_shard
+        self.cuda_graphs = state is not None and state.plan.compile == "reduce-overhead" and world.device.type == "cuda"
         self.has_routers = any(isinstance(module, Router) for module in model.modules())
         # Without such layers, their loss is not one of the numbers that ranks add.
         found = tuple(getattr(objective, "scalars", ()))
@@ -157,7 +158,8 @@ class Passes:
 
     def loss(self, batch: Batch, shard: Batch, learned_tokens: float | None) -> torch.Tensor | Loss:
         """Runs a forward pass, and returns the loss of this rank's shard of a batch."""
-        torch.compiler.cudagraph_mark_step_begin()  # CUDA graphs may reuse the memory of earlier passes
+        if self.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # they may reuse the memory of earlier passes
         if self.compute is not None:
             return self.compute(lambda inputs: self.forward(self.complete(inputs, batch, shard, learned_tokens)), shard)
         outputs = self.forward(self.complete(self.objective.inputs(shard), batch, shard, learned_tokens))

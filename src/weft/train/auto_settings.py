@@ -70,15 +70,19 @@ def apply_choices(training: TrainingSection) -> None:
 def prepare_environment(config: RunConfig, *, gpu: bool | None = None) -> list[str]:
     """Sets environment variables of GPUs, NCCL and `determinism: exact`, before libraries read them.
 
-    Existing values are kept. Returns a line for each that differs from the value that Weft would set.
+    Existing values are kept, and `parallel.nccl` goes before `determinism: exact`. Returns a line for each value that
+    is not the one that Weft would set.
 
     Args:
         gpu: whether the run is on GPUs. Default: whether there are GPUs.
     """
     asked = EXACT_ENVIRONMENT if config.training.determinism == "exact" else {}
-    if torch.cuda.is_available() if gpu is None else gpu:
-        asked = GPU_ENVIRONMENT | {name: str(value) for name, value in config.parallel.nccl.items()} | asked
     kept = []
+    if torch.cuda.is_available() if gpu is None else gpu:
+        nccl = {name: str(value) for name, value in config.parallel.nccl.items()}
+        for name in asked.keys() & nccl.keys():
+            kept.append(f"parallel.nccl: {name}={nccl[name]} is used; determinism: exact would set {asked[name]}")
+        asked = GPU_ENVIRONMENT | asked | nccl
     for name, value in asked.items():
         names = ALLOCATOR if name in ALLOCATOR else (name,)
         given = next((other for other in names if other in os.environ), name)

@@ -275,11 +275,11 @@ class Trainer:
     def _build(self) -> Built:
         """Starts the process group, builds the model and all other components, and restores the last checkpoint."""
         self._pack_sources()
+        for line in prepare_environment(self.config):  # before a planned run asks for the name of its GPU
+            self.console.line(line)
         self.config = planned(self.config, int(os.environ.get("WORLD_SIZE", 1)), self.console, fresh=self.fresh)
         compare_ranks(lambda: run_facts(self.user_config) | planned_facts(self.config))
         check_mesh(self.config, int(os.environ.get("WORLD_SIZE", 1)))
-        for line in prepare_environment(self.config):
-            self.console.line(line)
         with ExitStack() as cleanup:
             world = start_world(self.config.parallel)
             cleanup.callback(world.abandon)
