@@ -14,6 +14,8 @@ from parallelize_counts import slow_device
 from torch.distributed.tensor import Replicate, Shard
 from zoo_to_parallelize import ZOO
 
+from weft.planner.parallelize.explain import difference
+from weft.planner.parallelize.picture import picture
 from weft.planner.parallelize.plan import Plan
 from weft.planner.parallelize.read import read_plan
 from weft.planner.parallelize.search import search_plan
@@ -52,7 +54,8 @@ def with_few_heads(devices: int, rows: int, path: Path) -> Plan:
     """The plan of a Llama whose two heads more devices cannot share, as a file has it."""
     example = zoo_to_parallelize.inputs_of("few-heads", rows)
     model, hardware = zoo_to_parallelize.make("few-heads"), slow_device("float64")
-    plan, search, _ = search_plan(model, example, devices=devices, hardware=hardware)
+    plan, search, best = search_plan(model, example, devices=devices, hardware=hardware)
+    path.with_suffix(".svg").write_text(picture(search, best))
     assert plan.prediction["step_seconds"] < 0.98 * min(one.choice.cost for one in search.found)
     plan.write(path)
     assert read_plan(path) == read_plan(path.with_suffix(".json")) == plan
@@ -72,6 +75,11 @@ def test_heads_that_do_not_divide_get_a_second_tensor_axis(ranks, tmp_path):
     split = {name.rpartition("layers.*.")[2]: placed for name, placed in plan.parameters.items()}
     assert split["q.weight"] == (Shard(0), Replicate())  # one axis splits the heads, and the other the sequence
     assert split["up.weight"] == (Shard(0), Shard(0))  # both split the MLP
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert "<title>dp 1 x tp 2 x tp2 2</title>" in drawn
+    assert "Shard(0), Replicate()" in drawn
+    changed = difference(plan, replace(plan, parameters={}))
+    assert any("q.weight: Shard(0), Replicate() -> none" in line for line in changed)
     check_few_heads(ranks, 4, 1, plan)
 
 

@@ -118,5 +118,5 @@ def _plain(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, tuple):
-        return ", ".join(value) or "none"
+        return ", ".join(map(_plain, value)) or "none"
     return str(value) if isinstance(value, int | str) else placement_text(value)

@@ -22,24 +22,32 @@ def picture(search: Search, found: Found, stages: Sequence[tuple[str, Sequence[s
         stages: pipeline stages, which are listed at the end.
     """
     rows = []
-    for step, strategy in zip(search.space.steps, found.strategies, strict=True):
-        state = next((one for one in strategy.outputs if one is not None), None)
-        if (step.kind in ("enter", "leave") and not strategy.moved) or state is None:
-            continue
-        rows.append((step, state.forward[0], strategy.moved))
+    for place, (step, strategy) in enumerate(zip(search.space.steps, found.strategies, strict=True)):
+        axes = found.prices.chosen(place, strategy)
+        states = [next((one for one in axis.outputs if one is not None), None) for axis in axes]
+        placements, moved = (
+            [state.forward[0] for state in states if state is not None],
+            any(axis.moved for axis in axes),
+        )
+        if placements and (moved or step.kind not in ("enter", "leave")):
+            rows.append((step, placements, moved))
     legend = [("replicated", "none"), *((f"dim {dim} split", str(dim)) for dim in range(4)), ("partial sum", "sum")]
+    setting = found.setting
+    mesh = f"dp {setting.dp} x tp {setting.tp}" + (f" x tp2 {setting.tp2}" if setting.tp2 > 1 else "")
     height = (len(rows) + len(stages) + 2) * (HEIGHT + GAP) + 20
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + 40}" height="{height}" font-family="sans-serif" '
-        f'font-size="12"><title>dp {found.setting.dp} x tp {found.setting.tp}</title>'
+        f'font-size="12"><title>{mesh}</title>'
     ]
     for place, (text, color) in enumerate(legend):
         lines.append(
             f'<rect x="{20 + 94 * place}" y="10" width="14" height="14" fill="{COLORS[color]}" stroke="#888"/>'
             f'<text x="{38 + 94 * place}" y="21">{text}</text>'
         )
-    for place, (step, placement, moved) in enumerate(rows, start=1):
+    for place, (step, placements, moved) in enumerate(rows, start=1):
         top = 14 + place * (HEIGHT + GAP)
+        shown = ", ".join(map(placement_text, placements))
+        placement = next((one for one in placements if not isinstance(one, Replicate)), placements[0])
         kind = "none" if isinstance(placement, Replicate) else "sum"
         color = COLORS.get(str(placement.dim) if isinstance(placement, Shard) else kind, "#ffffff")
         name = f"redistribute: {step.node.name} {step.kind}s" if moved else _label(step)
@@ -48,7 +56,7 @@ def picture(search: Search, found: Found, stages: Sequence[tuple[str, Sequence[s
         lines.append(
             f'<rect x="20" y="{top}" width="{WIDTH}" height="{HEIGHT}" rx="4" fill="{color}" stroke="{stroke}"/>'
             f'<text x="30" y="{top + 17}">{escape(name)}{times}</text>'
-            f'<text x="{WIDTH + 10}" y="{top + 17}" text-anchor="end">{placement_text(placement)}</text>'
+            f'<text x="{WIDTH + 10}" y="{top + 17}" text-anchor="end">{shown}</text>'
             f"<title>{escape(step.node.source)}</title>"
         )
     for number, (begin, names) in enumerate(stages):
