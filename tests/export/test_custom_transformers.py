@@ -14,7 +14,7 @@ from weft.cli.main import main
 LLAMA = """
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "max_position_embeddings": 64}
@@ -40,6 +40,33 @@ class Wrapper(nn.Module):
 class Scaled(Wrapper):
     def forward(self, tokens):
         return super().forward(tokens) * 3.0
+
+
+class Gelu(Llama):
+    def __init__(self, vocab_size=512):
+        super().__init__(vocab_size)
+        for layer in self.model.layers:
+            layer.mlp.act_fn = nn.GELU()
+
+
+class Window(Wrapper):
+    def forward(self, tokens):
+        length = tokens.shape[1]
+        ones = torch.ones(length, length, dtype=torch.bool)
+        far = ones.tril(-9) | ones.triu(1)
+        mask = torch.zeros(length, length).masked_fill(far, float("-inf"))[None, None]
+        return self.net(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+
+
+class Opt(nn.Module):
+    def __init__(self, vocab_size=512):
+        super().__init__()
+        sizes = {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = OPTConfig(vocab_size=vocab_size, word_embed_proj_dim=16, max_position_embeddings=64, **sizes)
+        self.net = AutoModelForCausalLM.from_config(config)
+
+    def forward(self, tokens):
+        return self.net(input_ids=tokens, use_cache=False).logits
 
 
 class WithHead(Wrapper):
@@ -107,6 +134,9 @@ def test_a_run_of_a_class_of_transformers_is_exported_as_its_family(run, tmp_pat
     ("kind", "words"),
     [
         ("Scaled", "not exported as LlamaForCausalLM of Transformers: its logits differ from those of the custom"),
+        ("Gelu", "not exported as LlamaForCausalLM of Transformers: its logits differ"),
+        ("Window", "not exported as LlamaForCausalLM of Transformers: its logits differ"),
+        ("Opt", "not exported as OPTForCausalLM of Transformers: no model family of Weft has this class"),
         ("WithHead", "not exported as LlamaForCausalLM of Transformers: the model also has the parameter bias"),
     ],
 )

@@ -17,10 +17,12 @@ from weft.checkpoint.huggingface.config_files import copy_tokenizer_files
 from weft.checkpoint.load import architecture, tokenizer_folder
 from weft.checkpoint.load_model import load_model
 from weft.config.model import CustomModelSection
+from weft.errors import UserError
+from weft.families import family_of
 from weft.families.config_json import is_huggingface
 from weft.observe.console import Console
 
-TOKENS = 8  # of the sequence on which the custom model and the class of Transformers are compared
+TOKENS = 256  # of the sequence on which the custom model and the class of Transformers are compared, at most
 
 
 @contextmanager
@@ -38,15 +40,14 @@ def exportable(source: Path, out: Path, console: Console) -> Iterator[Path]:
         yield source
         return
     kind = next(one for one in type(inner).__mro__ if one.__module__.startswith("transformers."))
-    reason = _difference(model, inner, kind)
-    if reason is not None:
-        console.warning(f"{source}: not exported as {kind.__name__} of Transformers: {reason}")
-        yield source
-        return
     beside = next(parent for parent in out.absolute().parents if parent.is_dir())
     with tempfile.TemporaryDirectory(prefix=".weft-export-", dir=beside) as name:
         folder = Path(name)
-        inner.save_pretrained(folder)
+        reason = _difference(model, inner, kind, folder)
+        if reason is not None:
+            console.warning(f"{source}: not exported as {kind.__name__} of Transformers: {reason}")
+            yield source
+            return
         tokenizer = tokenizer_folder(source)
         if tokenizer is not None:
             copy_tokenizer_files(tokenizer, folder)
@@ -68,8 +69,8 @@ def _transformers_model(model: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _difference(model: nn.Module, inner: Any, kind: Any) -> str | None:
-    """Compares a custom model with a class of Transformers. Makes `inner` an instance of exactly this class.
+def _difference(model: nn.Module, inner: Any, kind: Any, folder: Path) -> str | None:
+    """Writes `inner` as a class of Transformers, and compares the class, loaded from the folder, with a custom model.
 
     Returns:
         What differs; None if the parameters and the logits are equal.
@@ -77,25 +78,28 @@ def _difference(model: nn.Module, inner: Any, kind: Any) -> str | None:
     others = sorted(dict(model.named_parameters()).keys() - _names_within(model, inner))
     if others:
         return f"the model also has the parameter {others[0]}"
-    device = next(model.parameters()).device
-    tokens = torch.arange(TOKENS, device=device).remainder(inner.config.get_text_config().vocab_size).unsqueeze(0)
-    found = model(tokens)
-    inner.__class__ = kind  # `save_pretrained` writes the name of the class
-    expected_names = set(_on_meta(kind, inner.config).state_dict())
-    extra = sorted(dict(inner.named_parameters()).keys() - expected_names)
-    if extra:
-        return f"the class of Transformers has no parameter {extra[0]}"
     try:
-        expected = inner(input_ids=tokens, use_cache=False).logits
-    except (TypeError, AttributeError) as error:
-        return f"it returns no logits of input_ids alone ({error})"
-    same = found.shape == expected.shape and torch.allclose(found.to(expected.dtype), expected, rtol=1e-3, atol=1e-4)
+        family_of({"architectures": [kind.__name__]})
+    except UserError:
+        return "no model family of Weft has this class; write it with weft.load_model(RUN).save_pretrained(FOLDER)"
+    device = next(model.parameters()).device
+    try:
+        config = inner.config.get_text_config()
+        length = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS))
+        tokens = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+        found = model(tokens)
+        inner.__class__ = kind  # `save_pretrained` writes the name of the class
+        inner.save_pretrained(folder)
+        loaded, read = kind.from_pretrained(folder, dtype=inner.dtype, output_loading_info=True)
+        wrong = [*read["missing_keys"], *read["unexpected_keys"]]
+        if wrong:
+            return f"its parameters are not those of the class, such as {sorted(wrong)[0]}"
+        expected = loaded.to(device).eval()(input_ids=tokens, use_cache=False).logits
+        same = found.shape == expected.shape and torch.allclose(found.to(expected.dtype), expected, 1e-3, 1e-4)
+    except Exception as error:  # of the user's forward, or of Transformers, which raise any
+        text = " ".join(str(error).split())[:200]
+        return f"the two cannot be compared ({type(error).__name__}: {text})"
     return None if same else "its logits differ from those of the custom model's forward"
-
-
-def _on_meta(kind: Any, config: Any) -> nn.Module:
-    with torch.device("meta"):
-        return kind(config)
 
 
 def _names_within(model: nn.Module, inner: nn.Module) -> set[str]:

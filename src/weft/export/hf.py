@@ -112,8 +112,9 @@ def write_huggingface(
         config_files = huggingface_config_files(source, section, tokenizer, entries)
     else:
         raise UserError(
-            f"a custom model ({section.type}) cannot be exported unless it is a causal language model of Transformers, "
-            "a subclass of one, or a module around one; export a model of the built-in decoder or of type: hf",
+            f"a custom model ({section.type}) cannot be exported unless it is a causal language model of Transformers "
+            "of a family that Weft has, a subclass of one, or a module around one; export a model of the built-in "
+            "decoder or of type: hf",
             source / files.MODEL,
         )
     if generation := with_stop_token(config_files.get(GENERATION, {}), tokenizer):
