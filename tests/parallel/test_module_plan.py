@@ -41,6 +41,16 @@ BOTH = COLUMNS_AND_ROWS | {  # over the second tensor axis, too
 }
 
 
+RETURNS_DICT = """
+from {module} import {kind}
+
+
+class Net({kind}):
+    def forward(self, tokens):
+        return {{"logits": super().forward(tokens)}}
+"""
+
+
 LLAMA = """
 import torch
 import transformers
@@ -268,6 +278,9 @@ def test_auto_compares_whole_steps_with_and_without_stages(net, tmp_path):
     assert mesh("accumulated", training=larger | {"micro_batch_size": 1})[0] == 2  # and here 32 times
     (tmp_path / "calls_the_model.py").write_text(CALLS_THE_MODEL)
     assert mesh("calls", objective={"type": "calls_the_model:Objective"})[0] == 1
+    module, kind = net.split(":")
+    (tmp_path / "returns_dict.py").write_text(RETURNS_DICT.format(module=module, kind=kind))
+    assert mesh("dict", bandwidth=1e3, model={"type": "returns_dict:Net"}) == (1, 2, 1)
 
 
 def test_auto_keeps_the_plan_of_the_last_session(net, tmp_path, capsys):

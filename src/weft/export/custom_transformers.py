@@ -37,6 +37,7 @@ def exportable(source: Path, out: Path, console: Console) -> Iterator[Path]:
     model = _custom_model(source)
     inner = None if model is None else _transformers_model(model)
     if model is None or inner is None:
+        del model, inner  # its memory, before the target loads the weights
         yield source
         return
     kind = next(one for one in type(inner).__mro__ if one.__module__.startswith("transformers."))
@@ -46,6 +47,7 @@ def exportable(source: Path, out: Path, console: Console) -> Iterator[Path]:
         reason = _difference(model, inner, kind, folder)
         if reason is not None:
             console.warning(f"{source}: not exported as {kind.__name__} of Transformers: {reason}")
+            del model, inner
             yield source
             return
         tokenizer = tokenizer_folder(source)

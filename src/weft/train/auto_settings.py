@@ -80,7 +80,7 @@ def prepare_environment(config: RunConfig, *, gpu: bool | None = None) -> list[s
     kept = []
     if torch.cuda.is_available() if gpu is None else gpu:
         nccl = {name: str(value) for name, value in config.parallel.nccl.items()}
-        for name in asked.keys() & nccl.keys():
+        for name in asked.keys() & nccl.keys() - os.environ.keys():
             kept.append(f"parallel.nccl: {name}={nccl[name]} is used; determinism: exact would set {asked[name]}")
         asked = GPU_ENVIRONMENT | asked | nccl
     for name, value in asked.items():

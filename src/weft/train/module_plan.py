@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from weft.parallel.axes.single_rank import cast_outputs
 from weft.parallel.local_parameters import local
 from weft.parallel.model_state import ATTRIBUTE, ModelPlan, ModelState
 from weft.parallel.world import World
+from weft.torch_private import tree_leaves
 
 if TYPE_CHECKING:
     from weft.planner.hardware import Hardware
@@ -230,7 +231,7 @@ def _run_of(config: RunConfig, ranks: int) -> _Run:
 
 
 def _model_without_data(text: str) -> nn.Module:
-    """Returns the custom model that `_text` stands for, on the meta device."""
+    """Returns the custom model of `_Run.model`, on the meta device."""
     kind, arguments = json.loads(text)
     with torch.device("meta"):
         return load_class(CustomModelSection.model_construct(type=kind), "model")(**arguments)
@@ -281,8 +282,19 @@ def _searched(run: _Run) -> Plan:
     return replace(plan, loss=None)
 
 
-def _loss_of_outputs(outputs: torch.Tensor) -> torch.Tensor:
-    """Stands for the objective: costs what a loss of logits `[batch, seq, vocab]` costs, or of values of tokens."""
-    if outputs.dim() < 3:
-        return outputs.sum()
-    return outputs.to(torch.promote_types(outputs.dtype, torch.float32)).log_softmax(-1).sum()
+def _loss_of_outputs(outputs: Any) -> torch.Tensor:
+    """Stands for the objective: costs what a loss of logits `[batch, seq, vocab]` costs, or of values of tokens.
+
+    Args:
+        outputs: a tensor, or tensors in dicts and tuples.
+    """
+    found = [one for one in tree_leaves(outputs) if isinstance(one, torch.Tensor) and one.is_floating_point()]
+    if not found:
+        raise TypeError("the outputs have no tensor of floating point numbers")
+    return reduce(torch.add, map(_loss_of_output, found))
+
+
+def _loss_of_output(output: torch.Tensor) -> torch.Tensor:
+    if output.dim() < 3:
+        return output.sum()
+    return output.to(torch.promote_types(output.dtype, torch.float32)).log_softmax(-1).sum()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
@@ -275,8 +275,13 @@ class Prices:
 
     def moved(self, step: Step, chosen: Sequence[Strategy], works: Sequence[Work], rows: bool) -> float:
         """Returns the seconds of the redistributions of one call of a step."""
+        return sum(seconds for _, seconds in self.moves(step, chosen, works, rows))
+
+    def moves(
+        self, step: Step, chosen: Sequence[Strategy], works: Sequence[Work], rows: bool
+    ) -> Iterator[tuple[Move, float]]:
+        """Yields the redistributions of one call of a step, and the seconds of each."""
         metas = [*(self.space.meta(ref) for ref in step.inputs), *step.outputs]
-        total = 0.0
         for axis, work in enumerate(works):
             for move in work.moves:
                 held = 1.0
@@ -285,8 +290,7 @@ class Prices:
                     states = zip(metas, (*other.inputs, *other.outputs), strict=True)
                     state = next((state for meta, state in states if meta == move.meta), None)
                     held = self.held(state.forward, 1 - axis) if state is not None else 1.0
-                total += self.move(move, rows, axis, held)
-        return total
+                yield move, self.move(move, rows, axis, held)
 
     def move(self, move: Move, rows: bool, axis: int = 0, held: float = 1.0) -> float:
         """Returns the seconds of a redistribution over a tensor axis, of a fraction `held` of the tensor."""

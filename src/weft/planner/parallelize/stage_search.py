@@ -132,7 +132,7 @@ def blocks_of(found: Found, prices: Prices) -> Blocks:
             parts[names.index(path)] += _share(one, len(paths))
     shared = [
         (
-            prices.held(state.forward) * meta.bytes,
+            prices.held(state.forward) * meta.bytes * prices.setting.widening,
             {owner[user] for user, one in enumerate(space.steps) if Ref(place) in one.inputs},
         )
         for place, (step, strategy) in enumerate(zip(space.steps, found.strategies, strict=True))

@@ -174,12 +174,13 @@ def _why_full(search: Search, parts: Parts, step: Step) -> str:
 
 def _why_move(prices: Prices, place: int, step: Step, chosen: Sequence[Strategy]) -> str:
     rows = prices.rows[place]
-    words = []
-    for axis, strategy in enumerate(chosen):
-        for when, work in (("forward", strategy.forward), ("backward", strategy.backward)):
-            for move in work.moves:
-                if seconds := prices.move(move, rows, axis):
-                    words.append(f"{collective(move.source[0], move.target[0])} {when} {1e3 * seconds:.3g} ms")
+    passes = {"forward": [one.forward for one in chosen], "backward": [one.backward for one in chosen]}
+    words = [
+        f"{collective(move.source[0], move.target[0])} {when} {1e3 * seconds:.3g} ms"
+        for when, works in passes.items()
+        for move, seconds in prices.moves(step, chosen, works, rows)
+        if seconds
+    ]
     times = f", {step.node.times} times" if step.node.times > 1 else ""
     return (", ".join(words) or "no communication") + times
 
