@@ -132,7 +132,7 @@ class ParallelSection(Section):
     """Settings of NCCL and of PyTorch's use of it: names and values of environment variables `NCCL_*` and
     `TORCH_NCCL_*`, which are set before NCCL starts. A variable that is already set keeps its value, and the log says
     so. The default lets communication start while kernels of the computation wait, because NCCL's streams have a
-    higher priority. No effect on CPUs (docs/performance.md).
+    higher priority; a mapping in the file replaces the default. No effect on CPUs (docs/performance.md).
     """
     compress: CompressSection | None = None
     """Gradient compression over `dp_replicate`, for slow links between replicas. Default: none."""
