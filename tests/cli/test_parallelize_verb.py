@@ -181,7 +181,10 @@ def test_annotations_are_tried_on_the_calls_of_a_module(my, capsys):
 
 def test_branches_on_values_run_on_plain_tensors(my, capsys):
     assert main(["parallelize", "my:Branch", "--inputs", "my:example", "--devices", "1"]) == 0
-    assert "my.py:27: Branch depends on values of tensors" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "my.py:27: Branch depends on values of tensors" in shown.out
+    assert shown.err.startswith("warning: the whole module runs on plain tensors: ")
+    assert "write it with torch.where" in shown.err
 
 
 @pytest.mark.matrix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         write_plan(plan, args.out, args.module.partition(":")[2] or args.module)
         print(f"{args.out}: {plan}, {len(plan.parameters)} patterns of split parameters")
+    for path, why in search.space.graph.islands.items():
+        print(f"warning: {path or 'the whole module'} runs on plain tensors: {why}", file=sys.stderr)
     if args.picture:
         from weft.files import replace_file, report_write_errors
 

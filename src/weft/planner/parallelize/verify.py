@@ -8,6 +8,7 @@ import queue
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +129,7 @@ def verify_plan(
     finally:
         for process in processes:
             process.kill()
+        for process in processes:
             process.join()
     return _merged(found)
 
@@ -164,13 +166,13 @@ def _rank(answers: Any, rank: int, port: int, *case: Any) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
         os.environ.update(MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
         answers.put((rank, _compare(*case)))
-        answers.close()
-        answers.join_thread()
-        torch.distributed.barrier()
     except Exception as error:  # reported by the process that started this one
         answers.put((rank, f"{type(error).__name__}: {' '.join(str(error).split())}"))
-        answers.close()
-        answers.join_thread()
+        return
+    answers.close()
+    answers.join_thread()
+    with suppress(RuntimeError):  # the process that started this one kills the ranks when it has all answers
+        torch.distributed.barrier()
 
 
 def _compare(plan: Plan, module: Any, args: Any, kwargs: Any, loss: Any) -> tuple[float, float, float, str, Any, str]:
