@@ -1,4 +1,4 @@
-"""The time and memory of a training step of each main family, in Weft and in transformers, with the same weights.
+"""The time and memory of a training step of each family, in Weft and in transformers, with the same weights.
 
     .venv/bin/python benchmarks/family_step.py [--families llama,mixtral] [--rounds 2] [--minutes 20] [--quick]
 
@@ -54,7 +54,7 @@ NOTES = """\
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A training step of each family in Weft and in transformers.")
-    parser.add_argument("--families", default=",".join(families.CPU), help="default: all")
+    parser.add_argument("--families", help="default: all; on a GPU, those that have a size for it")
     parser.add_argument("--peers", help=f"of {', '.join(PEERS)}; default: the last one for mixtures of experts alone")
     parser.add_argument("--modes", default="eager,compiled")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
@@ -68,9 +68,10 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.seconds = 1, 0
-        if args.families == parser.get_default("families"):
-            args.families = "llama,gpt_oss"
-    known = {"families": families.CPU, "peers": PEERS, "modes": ("eager", "compiled")}
+        args.families = args.families or "llama,gpt_oss"
+    sizes = families.GPU if args.device == "cuda" else families.CPU
+    args.families = args.families or ",".join(sizes)
+    known = {"families": sizes, "peers": PEERS, "modes": ("eager", "compiled")}
     for name, values in known.items():
         asked = getattr(args, name).split(",") if getattr(args, name) else []
         if unknown := set(asked) - set(values):

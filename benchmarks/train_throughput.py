@@ -1,6 +1,7 @@
 """Training tokens/s of the same shape, batch and precision in Weft and its peers.
 
-The peers: Hugging Face `Trainer`, a bare PyTorch loop over Hugging Face's Llama, and one over litgpt's GPT.
+The peers: Hugging Face `Trainer`, a bare PyTorch loop over Hugging Face's Llama, one over litgpt's GPT, and one over
+nanoGPT's (`--nanogpt FOLDER`: a clone of its repository).
 
     .venv/bin/python benchmarks/train_throughput.py [--sizes 14m,60m] [--rounds 3] [--minutes 25] [--quick]
 
@@ -37,18 +38,20 @@ from common import (  # noqa: E402
 SEQUENCE = 256
 # (sequences a step; warm-up and measured steps in bf16, in fp32): a whole round in some ten minutes on 4 cores.
 PLAN = {"14m": (16, (2, 8), (2, 4)), "60m": (8, (2, 4), (1, 3))}
+DTYPES = ("bf16", "fp32")
 PEERS = {  # name in the table, program, which environment runs it
     "weft": ("Weft", "weft_trainer.py", "own"),
     "trainer": ("Hugging Face Trainer", "hf_trainer.py", "own"),
     "hf": ("bare loop, Hugging Face's Llama", "hf_loop.py", "own"),
     "litgpt": ("bare loop, litgpt's GPT", "litgpt_loop.py", "litgpt"),
+    "nanogpt": ("bare loop, nanoGPT's GPT", "nanogpt_loop.py", "own"),
 }
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Training tokens/s of Weft and its peers.")
     parser.add_argument("--sizes", default="14m,60m", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--dtypes", default="bf16,fp32")
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--modes", default="eager,compiled")
     parser.add_argument("--only", default=",".join(PEERS), help=f"of {', '.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=3)
@@ -59,12 +62,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round of 14m with two steps: does it work at all?")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--litgpt-python", type=Path, default=HERE.parent / ".venv-litgpt/bin/python")
+    parser.add_argument("--add", action="store_true", help="add the rounds to those that the table has")
+    parser.add_argument("--nanogpt", type=Path, help="a clone of nanoGPT's repository")
     args = parser.parse_args()
     if args.quick:
         args.sizes, args.rounds, args.steps = "14m", 1, args.steps or 2
     for name, known in (
         ("sizes", SHAPES),
-        ("dtypes", ("bf16", "fp32")),
+        ("dtypes", DTYPES),
         ("modes", ("eager", "compiled")),
         ("only", PEERS),
     ):
@@ -117,7 +122,13 @@ def measure(args: argparse.Namespace) -> dict:
 
     peaks = dict.fromkeys(args.dtypes, 0.0)
     cells, failed, whole_rounds = {}, {}, 0
-    for number in range(args.rounds):
+    if args.add and (path := args.out / f"{name_of(args)}.json").exists():
+        before = json.loads(path.read_text())
+        if before["versions"] != versions() or before["threads"] != args.threads:
+            sys.exit(f"{path} has other versions or threads; leave out --add to replace it")
+        peaks |= before["matmul_peak_flops_per_second"]
+        cells, whole_rounds = before["cells"], before["whole_rounds"]
+    for number in range(whole_rounds, whole_rounds + args.rounds):
         for dtype in args.dtypes:
             # Once a round, and the best of all: one look at a busy moment would make everybody's share look too good.
             asked = base | {"dtype": dtype, "seconds": 0.5 if args.quick else 1.5}
@@ -131,17 +142,21 @@ def measure(args: argparse.Namespace) -> dict:
             if key in failed:
                 continue
             if time.monotonic() - began > 60 * args.minutes:
-                print(f"{args.minutes:g} minutes are over: stopping in round {number + 1} of {args.rounds}", flush=True)
+                print(f"{args.minutes:g} minutes are over: stopping in round {number + 1}", flush=True)
                 return result(args, cells, failed, peaks, whole_rounds)
             _, program, environment = PEERS[peer]
             python = sys.executable if environment == "own" else str(args.litgpt_python)
             if not Path(python).exists():
                 failed[key] = "its environment is not there (make bench makes it)"
                 continue
+            if peer == "nanogpt" and not args.nanogpt:
+                failed[key] = "it needs a clone of nanoGPT (--nanogpt FOLDER)"
+                continue
             rows, *steps = PLAN[size]
             warmup, measured = steps[dtype == "fp32"]
             asked = base | {"size": size, "dtype": dtype, "compile": mode == "compiled", "batch": rows}
             asked |= {"warmup": warmup, "steps": args.steps or measured}
+            asked["nanogpt"] = args.nanogpt and str(args.nanogpt.resolve())
             try:
                 got = run(program, asked, python, args)
             except KeyboardInterrupt:
@@ -159,24 +174,40 @@ def measure(args: argparse.Namespace) -> dict:
     return result(args, cells, failed, peaks, whole_rounds)
 
 
-def result(args, cells: dict, failed: dict, peaks: dict, whole_rounds: int) -> dict:
-    """All that was measured, and on what."""
+def versions() -> dict[str, str]:
+    """Of Python and of everybody who is measured."""
     import torch
 
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+    found = {"python": sys.version.split()[0], "torch": torch.__version__}
     for package in ("weft", "transformers"):
         try:
-            versions[package] = __import__(package).__version__
+            found[package] = __import__(package).__version__
         except ImportError:
-            versions[package] = "absent"
+            found[package] = "absent"
     pins = (HERE / "peers" / "litgpt-constraints.txt").read_text()
-    versions["litgpt"] = re.search(r"^litgpt==(.+)$", pins, re.M).group(1)
-    device = torch.cuda.get_device_name() if args.device == "cuda" else processor()
+    found["litgpt"] = re.search(r"^litgpt==(.+)$", pins, re.M).group(1)
+    return found
+
+
+def device_of(args: argparse.Namespace) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if args.device == "cuda" else processor()
+
+
+def name_of(args: argparse.Namespace) -> str:
+    """The name of the table's files: of a part of the sizes and dtypes, they name the part."""
+    part = [*args.sizes, *args.dtypes] if (args.sizes, args.dtypes) != (list(SHAPES), list(DTYPES)) else []
+    return "-".join(["train_throughput", slug(device_of(args)), *part, *(["quick"] if args.quick else [])])
+
+
+def result(args, cells: dict, failed: dict, peaks: dict, whole_rounds: int) -> dict:
+    """All that was measured, and on what."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": device,
+        "device": device_of(args),
         "threads": args.threads,
-        "versions": versions,
+        "versions": versions(),
         "sequence": SEQUENCE,
         "sequences_a_step": {size: PLAN[size][0] for size in args.sizes},
         "whole_rounds": whole_rounds,
@@ -243,8 +274,7 @@ def table(args: argparse.Namespace, found: dict) -> str:
 
 def save(args: argparse.Namespace, found: dict, show: bool = True) -> None:
     """Writes what was measured so far."""
-    name = f"train_throughput-{slug(found['device'])}" + ("-quick" if args.quick else "")
-    write_results(args.out, name, table(args, found), found, show)
+    write_results(args.out, name_of(args), table(args, found), found, show)
 
 
 def main() -> int:

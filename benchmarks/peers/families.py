@@ -1,4 +1,4 @@
-"""One small model of each main family for a CPU, and one of about a billion parameters for a GPU, in Weft's words."""
+"""One small model of each family for a CPU, and one of about a billion parameters of the main ones for a GPU."""
 
 from pathlib import Path
 
@@ -63,6 +63,35 @@ CPU = {
     | {"sliding_window": 128, "sliding_window_pattern": 2, "intermediate_size": 128}
     | {"moe": {"num_experts": 16, "num_experts_per_tok": 4} | _OSS},
     "mpt": _LLAMA | _PLAIN | {"position": "alibi", "norm_bias": False, "tie_word_embeddings": True, "head_dim": None},
+    "gpt2": _LLAMA
+    | _PLAIN
+    | {"position": "learned", "hidden_act": "gelu_tanh", "attention_bias": True, "mlp_bias": True}
+    | {"tie_word_embeddings": True, "head_dim": None},
+    "qwen2": _LLAMA | {"attention_bias": True, "attention_output_bias": False},
+    "gemma2": _LLAMA
+    | {key: value for key, value in _GEMMA.items() if key not in ("qk_norm", "rope_theta", "rope_local_base_freq")}
+    | {"sliding_window": 128, "sliding_window_pattern": 2, "embedding_multiplier": 16.0}
+    | {"attention_multiplier": 64**-0.5, "attn_logit_softcapping": 50.0, "logit_softcap": 30.0},
+    "phi3": _LLAMA,
+    "granite": _LLAMA
+    | {"embedding_multiplier": 12.0, "attention_multiplier": 2**-6, "residual_multiplier": 0.22}
+    | {"logits_scaling": 8.0, "tie_word_embeddings": True},
+    "smollm3": _LLAMA | {"no_rope_layers": [1, 1, 1, 0, 1, 1, 1, 0], "tie_word_embeddings": True},
+    "starcoder2": _LLAMA
+    | _PLAIN
+    | {"num_key_value_heads": 2, "hidden_act": "gelu_tanh", "attention_bias": True, "mlp_bias": True}
+    | {"sliding_window": 128, "tie_word_embeddings": True},
+    "olmoe": _EXPERTS
+    | {"qk_norm": True, "qk_norm_over": "width", "num_key_value_heads": 4, "head_dim": None, "intermediate_size": 64}
+    | {"moe": {"num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": False}},
+    "deepseek_v2": _EXPERTS
+    | {
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "mla": _LATENT,
+        "moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96, "n_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "norm_topk_prob": False},
+    },
 }
 
 _BILLION = {
@@ -110,6 +139,15 @@ LABELS = {
     "deepseek_v3": "DeepSeek-V3",
     "gpt_oss": "gpt-oss",
     "mpt": "MPT",
+    "gpt2": "GPT-2",
+    "qwen2": "Qwen2",
+    "gemma2": "Gemma 2",
+    "phi3": "Phi-3",
+    "granite": "Granite",
+    "smollm3": "SmolLM3",
+    "starcoder2": "StarCoder2",
+    "olmoe": "OLMoE",
+    "deepseek_v2": "DeepSeek-V2",
 }
 
 
