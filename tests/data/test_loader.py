@@ -106,6 +106,19 @@ def test_a_users_dataset_that_gives_no_sample_is_reported_with_its_index(sample,
         list(BatchSource(Mine(), batch_size=2).iterate(0, 1, workers))
 
 
+@pytest.mark.parametrize("more", [{}, {"labels": [7, -100, 3]}, {"segments": [4, 4, 9], "weight": [0.5, 1, 1]}])
+def test_samples_of_different_integers_are_read_as_samples_of_equal_ones(more):
+    # Samples that are alike are checked together, others one by one.
+    samples = [{"tokens": [5, 6, 7]} | more, {"tokens": [1, 2, 3]} | more]
+    (alike,) = BatchSource(samples, batch_size=2).iterate(0, 1, 0)
+    samples[1]["tokens"] = np.array([1, 2, 3], np.uint16)
+    (mixed,) = BatchSource(samples, batch_size=2).iterate(0, 1, 0)
+    assert sorted(alike.tokens.tolist()) == [[1, 2, 3], [5, 6, 7]]
+    for name in ("tokens", "labels", "weight", "positions", "segments"):
+        one, other = getattr(alike, name), getattr(mixed, name)
+        assert one is other is None or (torch.equal(one, other) and one.dtype == other.dtype), name
+
+
 def test_the_label_that_everyone_leaves_out_has_no_weight():
     (batch,) = BatchSource([{"tokens": [5, 6, 7], "labels": [-100, 7, -100]}], batch_size=1).iterate(0, 1, 0)
     assert batch.labels.tolist() == [[0, 7, 0]]

@@ -282,7 +282,8 @@ class Recorder:
         if self.prints:
             self.metrics.write(line)
             self.tracking.log(state.step, line)
-        log.info("%s", line)
+        else:  # the first rank's are in metrics.jsonl
+            log.info("%s", line)
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """Writes and prints the text that the model generated after each prompt."""

@@ -62,12 +62,13 @@ def scale_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, 
         norm: the result of `gradient_norm`. If it is a tensor, its value is not read: the gradients are multiplied by a
             factor on the device, which is 1 if the norm is below the limit.
     """
-    shards = [] if max_norm is None else [local(p.grad) for p in parameters if p.grad is not None]
-    if not shards or max_norm is None:
+    if max_norm is None or (not isinstance(norm, torch.Tensor) and not norm > max_norm):  # NaN: nothing to scale
+        return
+    shards = [local(p.grad) for p in parameters if p.grad is not None]
+    if not shards:
         return
     if not isinstance(norm, torch.Tensor):
-        if norm > max_norm:
-            foreach_scale(shards, max_norm / norm)
+        foreach_scale(shards, max_norm / norm)
         return
     factor, by_device = (max_norm / norm).clamp(max=1.0), defaultdict(list)
     for shard in shards:
