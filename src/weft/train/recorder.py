@@ -279,11 +279,10 @@ class Recorder:
         if not state.logged and not any(name.startswith("validation_") for name in line):
             return
         self.clock.reset()
-        if self.prints:
-            self.metrics.write(line)
-            self.tracking.log(state.step, line)
-        else:  # the first rank's are in metrics.jsonl
-            log.info("%s", line)
+        if not self.prints:
+            return log.info("%s", line)  # the first rank's are in metrics.jsonl
+        self.metrics.write(line)
+        self.tracking.log(state.step, line)
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """Writes and prints the text that the model generated after each prompt."""
