@@ -52,6 +52,14 @@ def choose(training: TrainingSection, device: torch.device) -> TrainingSection:
     return training.model_copy(update={"dtype": dtype, "threads": threads, "determinism": determinism})
 
 
+def warn_of_no_graphs(training: TrainingSection, device: torch.device) -> str | None:
+    """Returns a warning if `reduce-overhead` records no CUDA graphs because `dtype: auto` was chosen as float32."""
+    if training.compile != "reduce-overhead" or training.dtype != "float32" or device.type != "cuda":
+        return None
+    what = "is the same as true here: CUDA graphs need 16 bits, and dtype: auto is float32 on this GPU"
+    return f"training.compile: reduce-overhead {what}; set compile: true, or dtype: float16"
+
+
 def agree_on_settings(training: TrainingSection, world: World) -> TrainingSection:
     """Returns what the first rank chooses (`choose`), and applies it on all ranks. All ranks must call it."""
     chosen = world.agree(lambda: choose(training, world.device).model_dump(), only_first=True)

@@ -21,7 +21,7 @@ from weft.observe.manifest import ended_at
 from weft.parallel.ranks import all_gather_object
 from weft.parallel.world import World
 from weft.processes import attempt
-from weft.train.auto_settings import agree_on_settings
+from weft.train.auto_settings import agree_on_settings, warn_of_no_graphs
 from weft.train.failure_record import RUN_ID, RankRecord, agent, has_begun, record_last_attempt
 from weft.train.rank_watch import RankWatch
 from weft.train.run_directory import RunDirectory, claim, warn_of_other_writers
@@ -150,4 +150,6 @@ def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool, s
         watch.record = RankRecord(path, world.rank, number)
     config = run.with_dtype(config)
     config = config.model_copy(update={"training": agree_on_settings(config.training, world)})
+    if (warning := warn_of_no_graphs(config.training, world.device)) is not None:
+        console.warning(warning)
     return Job(config, world, run, console, watch, remote=remote)
