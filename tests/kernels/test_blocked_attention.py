@@ -6,6 +6,8 @@ import torch.nn.functional as F
 
 from weft.kernels import blocked_attention as module
 from weft.kernels.attention import Scores, attention
+from weft.kernels.blocked_attention import Window
+from weft.kernels.masks import attention_mask
 
 OPERATOR = "weft::blocked_attention"
 
@@ -63,6 +65,24 @@ def test_values_and_gradients_are_those_of_float64(shape, scale):
         assert mine.dtype == torch.bfloat16
         assert mine.shape == right.shape
         assert error(mine, right) < 0.007
+
+
+@pytest.mark.parametrize("window", [1, 100, 128, 129, 200])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_sliding_windows_are_those_of_float64(window, kv_heads):
+    given, mask = tensors(seq=300, kv_heads=kv_heads), Window(window)
+    seen = torch.ones(300, 300, dtype=torch.bool).tril().triu(1 - window)
+    expected = results(lambda *x: attention(*x, causal=True, mask=seen), given, dtype=torch.float64)
+    found = results(lambda *x: attention(*x, causal=True, mask=mask), given)
+    for mine, right in zip(found, expected, strict=True):
+        assert error(mine, right) < 0.007 if right.any() else not mine.any()
+    wide = [x.double() for x in given[:3]]  # another kernel computes what this one does not
+    torch.testing.assert_close(attention(*wide, causal=True, mask=mask), expected[0])
+
+
+def test_a_window_has_no_mask_of_all_tokens():
+    found = attention_mask(torch.zeros(1, 1 << 20), None, dtype=torch.bfloat16, head_dim=16, sparse=1 << 12)
+    assert found == Window(1 << 12)
 
 
 def test_rounding_of_large_scores_is_that_of_queries_and_keys():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 
-from weft.kernels.blocked_attention import blocked_attention, fits
+from weft.kernels.blocked_attention import Window, blocked_attention, fits
 from weft.kernels.cross_entropy import cap
 from weft.kernels.document_attention import document_attention
 from weft.kernels.flash import FlashMask, flash_attention
@@ -44,7 +44,7 @@ def attention(
     v: torch.Tensor,
     *,
     causal: bool,
-    mask: torch.Tensor | BlockMask | FlashMask | None = None,
+    mask: torch.Tensor | BlockMask | FlashMask | Window | None = None,
     dropout: float | Callable[[torch.Tensor], torch.Tensor] = 0.0,
     scores: Scores = PLAIN,
 ) -> torch.Tensor:
@@ -67,6 +67,10 @@ def attention(
         `[batch, heads, seq, v_head_dim]`
     """
     queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
+    window = None
+    if isinstance(mask, Window):
+        blocked = fits(q, k, v) and not dropout and scores[1:] == PLAIN[1:]
+        window, mask = mask.size, None if blocked else _causal_mask(queries, keys, q.device, mask.size)
     if isinstance(mask, torch.Tensor) and mask.is_floating_point():
         scores = scores._replace(slopes=None)
     if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask)):
@@ -83,7 +87,7 @@ def attention(
         k, v = _repeat_kv(q, k, v)
         return document_attention(q, k, v, mask, scores.scale, fits(q, k, v))[0]
     if mask is None and causal and not dropout and fits(q, k, v):
-        return blocked_attention(q, k, v, q.shape[3] ** -0.5 if scores.scale is None else scores.scale)
+        return blocked_attention(q, k, v, q.shape[3] ** -0.5 if scores.scale is None else scores.scale, window)
     if mask is None and causal and 1 < queries < keys:
         mask = _causal_mask(queries, keys, q.device)
     # Without a mask the flash kernel skips the blocks above the diagonal; a boolean mask costs 1.7 times as much.
@@ -111,9 +115,13 @@ def _repeat_kv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
     return (k, v) if repeats == 1 else (k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1))
 
 
-def _causal_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """Returns the causal mask, bool `[queries, keys]`. The queries belong to the last `queries` of `keys` tokens."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+def _causal_mask(queries: int, keys: int, device: torch.device, window: int | None = None) -> torch.Tensor:
+    """Returns the causal mask, bool `[queries, keys]`. The queries belong to the last `queries` of `keys` tokens.
+
+    With `window`, a query sees this number of keys, with its own.
+    """
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return mask if window is None else mask.triu(keys - queries - window + 1)
 
 
 def _unfused(q, k, v, mask, causal, dropout, how: Scores) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.kernels.blocked_attention import Window, usable
 from weft.kernels.document_attention import block_mask, run_starts, segment_mask
 from weft.kernels.flash import FlashMask, flash_usable
 
@@ -30,13 +31,14 @@ def attention_mask(
     plain: bool = True,
     slopes: torch.Tensor | None = None,
     implementation: str = "auto",
-) -> torch.Tensor | BlockMask | FlashMask | None:
+) -> torch.Tensor | BlockMask | FlashMask | Window | None:
     """Returns the `mask` argument of `attention`: causal, within documents, with a sliding window or sparse pattern.
 
     The form of the mask selects the kernel:
 
     - A `BlockMask` selects flex attention, on CUDA devices.
     - The tensor `segments` itself selects `document_attention`, on CPUs.
+    - A `Window` selects `blocked_attention` for a sliding window without `segments`, on CPUs on which it is faster.
     - A float mask, which contains ALiBi's biases, selects PyTorch's fused kernel on CPUs. This kernel takes a third of
       the time of unfused attention.
     - None stands for a purely causal mask, which is fastest with PyTorch's fused kernels.
@@ -75,6 +77,9 @@ def attention_mask(
             return pattern_block_mask(pattern, seq, tokens.device)
         return sparse_block_mask(segments, None, pattern)
     one_mask = segments is None  # the same for all sequences of the batch
+    own = kind == "cpu" and dropout == 0 and plain and slopes is None and built_in and pattern is None
+    if own and one_mask and window is not None and usable(tokens.device, dtype):
+        return Window(window)
     segments = torch.zeros_like(tokens) if segments is None else segments
     if alibi and slopes is not None:
         seen = segment_mask(segments[:1] if one_mask else segments, window)
@@ -84,7 +89,7 @@ def attention_mask(
         return pattern_mask(pattern, segments)
     if flex:
         return block_mask(segments, window)
-    if kind == "cpu" and dropout == 0 and window is None and plain and slopes is None and built_in:
+    if own and window is None:
         return segments
     return segment_mask(segments, window)
 

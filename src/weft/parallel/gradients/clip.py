@@ -34,8 +34,7 @@ def gradient_norm(
     by_axes: dict[tuple, list[torch.Tensor]] = defaultdict(list)
     for gradient, shard in zip(gradients, shards, strict=True):
         axes: tuple = ()
-        if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
+        if isinstance(gradient, DTensor) and (mesh := gradient.device_mesh).size() > 1:
             axes = tuple((mesh, i) for i, p in enumerate(gradient.placements) if not p.is_replicate())
         by_axes[axes].append(shard)
     # Gradients may be on the host, but collectives need the mesh's device.
