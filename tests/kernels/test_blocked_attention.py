@@ -96,8 +96,12 @@ def test_rounding_of_large_scores_is_that_of_queries_and_keys():
 def test_values_can_be_narrower_than_keys():
     given = tensors(seq=140, value_size=8)
     expected = results(lambda *x: exact(*x, None), given, dtype=torch.float64)
-    for mine, right in zip(results(lambda *x: attention(*x, causal=True), given), expected, strict=True):
-        assert error(mine, right) < 0.006
+    for mask in (None, Window(140)):  # of which the longest sees all keys
+        found = results(lambda *x, mask=mask: attention(*x, causal=True, mask=mask), given)
+        assert max(error(mine, right) for mine, right in zip(found, expected, strict=True)) < 0.006
+    narrow = attention(*given[:3], causal=True, mask=Window(3))
+    assert error(narrow[:, :, :3], attention(*given[:3], causal=True)[:, :, :3]) < 0.006
+    assert error(narrow, attention(*given[:3], causal=True)) > 0.1
 
 
 def test_documents_are_computed_apart():

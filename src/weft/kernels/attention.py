@@ -67,13 +67,11 @@ def attention(
         `[batch, heads, seq, v_head_dim]`
     """
     queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
-    window = None
-    if isinstance(mask, Window):
-        blocked = fits(q, k, v) and not dropout and scores[1:] == PLAIN[1:]
-        window, mask = mask.size, None if blocked else _causal_mask(queries, keys, q.device, mask.size)
+    if isinstance(mask, Window) and (dropout or scores[1:] != PLAIN[1:] or not fits(q, k, v)):
+        mask = _causal_mask(queries, keys, q.device, mask.size)
     if isinstance(mask, torch.Tensor) and mask.is_floating_point():
         scores = scores._replace(slopes=None)
-    if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask)):
+    if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask, Window)):
         return _flex(q, k, v, mask, scores)
     if callable(dropout) or (not isinstance(mask, FlashMask) and scores[1:] != (None, None, None)):
         return _unfused(q, k, v, mask, causal, dropout, scores)
@@ -83,11 +81,12 @@ def attention(
     if isinstance(mask, FlashMask):
         settings = {"scale": scores.scale, "softcap": scores.softcap, "slopes": scores.slopes}
         return flash_attention(q, k, v, mask, dropout=dropout, **settings)
+    if isinstance(mask, Window) or (mask is None and causal and not dropout and fits(q, k, v)):
+        scale = q.shape[3] ** -0.5 if scores.scale is None else scores.scale
+        return blocked_attention(q, k, v, scale, None if mask is None else mask.size)
     if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
         k, v = _repeat_kv(q, k, v)
         return document_attention(q, k, v, mask, scores.scale, fits(q, k, v))[0]
-    if mask is None and causal and not dropout and fits(q, k, v):
-        return blocked_attention(q, k, v, q.shape[3] ** -0.5 if scores.scale is None else scores.scale, window)
     if mask is None and causal and 1 < queries < keys:
         mask = _causal_mask(queries, keys, q.device)
     # Without a mask the flash kernel skips the blocks above the diagonal; a boolean mask costs 1.7 times as much.

@@ -42,11 +42,8 @@ def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `blocked_attention` can compute causal attention, and is faster than PyTorch's flash kernel."""
     if q.shape[2] != k.shape[2] or q.shape[2] == 1:
         return False
-    return (
-        all(usable(x.device, x.dtype) for x in (q, k, v))
-        and type(q) is torch.Tensor
-        and not torch.is_autocast_enabled("cpu")
-    )
+    plain = type(q) is torch.Tensor and not torch.is_autocast_enabled("cpu")
+    return plain and all(usable(x.device, x.dtype) for x in (q, k, v))
 
 
 @torch.library.custom_op("weft::blocked_attention", mutates_args=(), device_types="cpu", schema=_SIGNATURE)
@@ -101,10 +98,8 @@ def _blocks(seq: int, window: int | None) -> Iterator[tuple[slice, slice]]:
 
 def _hidden(block: slice, seen: slice, window: int | None) -> torch.Tensor:
     """Returns the keys of `seen` that the queries of `block` do not see, bool `[rows, keys]`."""
-    every, shift = (
-        torch.ones(block.stop - block.start, seen.stop - seen.start, dtype=torch.bool),
-        block.start - seen.start,
-    )
+    every = torch.ones(block.stop - block.start, seen.stop - seen.start, dtype=torch.bool)
+    shift = block.start - seen.start
     later = every.triu(shift + 1)
     return later if window is None else later.logical_or_(every.tril_(shift - window))
 

@@ -185,10 +185,7 @@ def _get_sample(dataset: Dataset, index: int, layout: Layout) -> dict[str, Any]:
 
 
 def _convert_together(given: Sequence[Mapping[str, Any]], layout: Layout) -> Arrays | None:
-    """Returns `_convert` of all samples, stacked; None if a sample is invalid or they differ in keys, dtypes or shapes.
-
-    Ten samples take as long as one by one two.
-    """
+    """Returns `_convert` of all samples, stacked; None if one is invalid, or keys, dtypes or shapes differ."""
     try:
         columns = {key: [np.asarray(one[key]) for one in given if key in one] for key in given[0]}
         alike = all(one.keys() == columns.keys() for one in given)
