@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.kernels import blocked_attention as module
-from weft.kernels.attention import Scores, attention
+from weft.kernels.attention import Scores, alibi_slopes, attention
 from weft.kernels.blocked_attention import Window
 from weft.kernels.masks import attention_mask
 
@@ -80,6 +80,30 @@ def test_sliding_windows_are_those_of_float64(window, kv_heads):
     torch.testing.assert_close(attention(*wide, causal=True, mask=mask), expected[0])
 
 
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_slopes_are_those_of_float64(kv_heads):
+    given, slopes = tensors(seq=300, kv_heads=kv_heads), alibi_slopes(4, 8.0, torch.device("cpu"))
+    expected = results(lambda *x: attention(*x, causal=True, scores=Scores(slopes=slopes)), given, dtype=torch.float64)
+    mask = attention_mask(torch.zeros(2, 300), None, dtype=torch.bfloat16, head_dim=16, slopes=slopes)
+    found = results(lambda *x: attention(*x, causal=True, mask=mask, scores=Scores(slopes=slopes)), given)
+    assert OPERATOR in operators(lambda: attention(*given[:3], causal=True, mask=mask, scores=Scores(slopes=slopes)))
+    for mine, right in zip(found, expected, strict=True):
+        assert error(mine, right) < 0.007
+
+
+@pytest.mark.parametrize(("softcap", "factor"), [(50.0, 1.0), (2.0, 1.5)])
+@pytest.mark.parametrize("window", [None, 100])
+def test_soft_caps_are_those_of_float64(softcap, factor, window):
+    given, how = tensors(seq=300, kv_heads=2, factor=factor), Scores(softcap=softcap)
+    seen = torch.ones(300, 300, dtype=torch.bool).tril().triu(1 - (window or 300))
+    expected = results(lambda *x: attention(*x, causal=True, mask=seen, scores=how), given, dtype=torch.float64)
+    mask = None if window is None else Window(window)
+    found = results(lambda *x: attention(*x, causal=True, mask=mask, scores=how), given)
+    assert OPERATOR in operators(lambda: attention(*given[:3], causal=True, mask=mask, scores=how))
+    for mine, right in zip(found, expected, strict=True):
+        assert error(mine, right) < 0.012
+
+
 def test_a_window_has_no_mask_of_all_tokens():
     found = attention_mask(torch.zeros(1, 1 << 20), None, dtype=torch.bfloat16, head_dim=16, sparse=1 << 12)
     assert found == Window(1 << 12)
@@ -146,7 +170,7 @@ def test_it_computes_causal_attention_in_bfloat16_only():
         lambda: attention(q.float(), k.float(), v.float(), causal=True),
         lambda: attention(q[:, :, -1:], k, v, causal=True),  # a step of generation with a KV cache
         lambda: attention(q[:, :, -9:], k, v, causal=True),
-        lambda: attention(q, k, v, causal=True, scores=Scores(softcap=20.0)),
+        lambda: attention(q, k, v, causal=True, scores=Scores(sinks=torch.zeros(4))),
     ]
     assert not any(OPERATOR in operators(one) for one in others)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -16,6 +16,7 @@ def always(monkeypatch):
     """Whatever the processor is."""
     monkeypatch.setattr(module, "ONEDNN", True)
     monkeypatch.setattr(module, "LEAST_WORK", 1)
+    monkeypatch.setattr(module, "LEAST_TRANSPOSED_WORK", 1)
 
 
 @needs_onednn
@@ -24,6 +25,17 @@ def test_large_products_are_computed_by_onednn():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         linear(x, weight).sum().backward()
     assert sum(event.name == "mkldnn::_linear_pointwise" for event in profile.events()) == 2
+
+
+@needs_onednn
+@pytest.mark.parametrize(("least", "number"), [(1, 2), (10**6, 1)])
+def test_gradients_of_weights_can_be_left_to_mkl(monkeypatch, least, number):
+    monkeypatch.setattr(module, "LEAST_TRANSPOSED_WORK", least)
+    x, weight, grad = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        linear(x, weight).backward(grad)
+    assert sum(event.name == "mkldnn::_linear_pointwise" for event in profile.events()) == number
+    torch.testing.assert_close(weight.grad, grad.T @ x)
 
 
 def error(found, expected):

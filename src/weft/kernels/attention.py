@@ -67,13 +67,16 @@ def attention(
         `[batch, heads, seq, v_head_dim]`
     """
     queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
-    if isinstance(mask, Window) and (dropout or scores[1:] != PLAIN[1:] or not fits(q, k, v)):
+    blocked = not dropout and scores.sinks is None and fits(q, k, v)
+    if isinstance(mask, Window) and not blocked:
         mask = _causal_mask(queries, keys, q.device, mask.size)
+    elif mask is None and causal and blocked:
+        mask = Window(keys)
     if isinstance(mask, torch.Tensor) and mask.is_floating_point():
         scores = scores._replace(slopes=None)
     if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask, Window)):
         return _flex(q, k, v, mask, scores)
-    if callable(dropout) or (not isinstance(mask, FlashMask) and scores[1:] != (None, None, None)):
+    if callable(dropout) or (not isinstance(mask, (FlashMask, Window)) and scores[1:] != (None, None, None)):
         return _unfused(q, k, v, mask, causal, dropout, scores)
     if v.shape[3] < q.shape[3]:  # the fused kernels need one head size for queries, keys and values
         padded = F.pad(v, (0, q.shape[3] - v.shape[3]))
@@ -81,9 +84,10 @@ def attention(
     if isinstance(mask, FlashMask):
         settings = {"scale": scores.scale, "softcap": scores.softcap, "slopes": scores.slopes}
         return flash_attention(q, k, v, mask, dropout=dropout, **settings)
-    if isinstance(mask, Window) or (mask is None and causal and not dropout and fits(q, k, v)):
+    if isinstance(mask, Window):
         scale = q.shape[3] ** -0.5 if scores.scale is None else scores.scale
-        return blocked_attention(q, k, v, scale, None if mask is None else mask.size)
+        window = mask.size if mask.size < keys else None
+        return blocked_attention(q, k, v, scale, window, scores.slopes, scores.softcap)
     if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
         k, v = _repeat_kv(q, k, v)
         return document_attention(q, k, v, mask, scores.scale, fits(q, k, v))[0]

@@ -23,12 +23,13 @@ BLOCK = 128  # queries whose scores are in memory at a time
 # The processor decides, not a measurement: a resumed run must compute the same bits.
 FASTER = onednn_is_faster() and "avx512_bf16" in features()
 
-_SIGNATURE = "(Tensor q, Tensor k, Tensor v, float scale, int? window=None) -> Tensor"
-_BACKWARD = "(Tensor grad, Tensor q, Tensor k, Tensor v, float scale, int? window=None) -> (Tensor, Tensor, Tensor)"
+_SCORES = "float scale, int? window=None, Tensor? slopes=None, float? softcap=None"
+_SIGNATURE = f"(Tensor q, Tensor k, Tensor v, {_SCORES}) -> Tensor"
+_BACKWARD = f"(Tensor grad, Tensor q, Tensor k, Tensor v, {_SCORES}) -> (Tensor, Tensor, Tensor)"
 
 
 class Window(NamedTuple):
-    """A mask that stands for causal attention with a sliding window, which counts the query itself."""
+    """A mask that stands for causal attention in which a query sees `size` keys, with its own."""
 
     size: int
 
@@ -47,7 +48,7 @@ def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 @torch.library.custom_op("weft::blocked_attention", mutates_args=(), device_types="cpu", schema=_SIGNATURE)
-def blocked_attention(q, k, v, scale, window=None):
+def blocked_attention(q, k, v, scale, window=None, slopes=None, softcap=None):
     """Computes causal attention with grouped queries, a block of queries at a time.
 
     Args:
@@ -56,6 +57,8 @@ def blocked_attention(q, k, v, scale, window=None):
         v: `[batch, kv_heads, seq, v_head_dim]`.
         scale: multiplier of the scores.
         window: number of keys that a query sees, with its own; None: all keys up to its own.
+        slopes: `[heads]`, ALiBi's slopes, or None (see `weft.kernels.attention.Scores`). They get no gradient.
+        softcap: limit of the scores, or None (see `Scores`).
 
     Returns:
         `[batch, heads, seq, v_head_dim]`
@@ -63,14 +66,15 @@ def blocked_attention(q, k, v, scale, window=None):
     out = _empty(q, v)
     keys, values = k.flatten(0, 1), v.flatten(0, 1)
     for block, seen in _blocks(q.shape[2], window):
-        weights = _weights(_rows(q, block, k), keys[:, seen], scale, _hidden(block, seen, window))
+        mask = _mask(q, k, block, seen, window, slopes)
+        weights, _ = _weights(_rows(q, block, k), keys[:, seen], scale, mask, softcap)
         out[:, :, block] = torch.bmm(weights, values[:, seen]).view(out[:, :, block].shape)
     return out
 
 
 @torch.library.custom_op("weft::blocked_attention_backward", mutates_args=(), device_types="cpu", schema=_BACKWARD)
 @torch.autocast("cpu", enabled=False)  # which the caller of backward can have enabled
-def blocked_attention_backward(grad, q, k, v, scale, window=None):
+def blocked_attention_backward(grad, q, k, v, scale, window=None, slopes=None, softcap=None):
     """Returns the gradients of q, k and v, in their shapes. `grad` is that of the result of `blocked_attention`."""
     grad_q = _empty(q, q)
     keys, values = k.flatten(0, 1), v.flatten(0, 1)
@@ -79,9 +83,11 @@ def blocked_attention_backward(grad, q, k, v, scale, window=None):
     grad_k, grad_v = (x.new_zeros(x.shape, dtype=dtype) for x in (keys, values))  # contiguous, as compiled code expects
     for block, seen in _blocks(q.shape[2], window):
         queries, grads = _rows(q, block, k), _rows(grad, block, k)
-        weights = _weights(queries, keys[:, seen], scale, _hidden(block, seen, window))
+        weights, capped = _weights(queries, keys[:, seen], scale, _mask(q, k, block, seen, window, slopes), softcap)
         grad_weights = torch.bmm(grads, values[:, seen].mT)
         grad_scores = softmax_backward(grad_weights, weights, -1, q.dtype)
+        if capped is not None:
+            grad_scores -= capped.square_().mul_(grad_scores)  # the derivative of tanh is 1 - tanh^2
         scaled = torch.baddbmm(queries, grad_scores, keys[:, seen], beta=0, alpha=scale)
         grad_q[:, :, block] = scaled.view(grad_q[:, :, block].shape)
         grad_k[:, seen] += torch.bmm(grad_scores.mT, queries)
@@ -96,12 +102,22 @@ def _blocks(seq: int, window: int | None) -> Iterator[tuple[slice, slice]]:
         yield slice(start, end), slice(0 if window is None else max(0, start - window + 1), end)
 
 
-def _hidden(block: slice, seen: slice, window: int | None) -> torch.Tensor:
-    """Returns the keys of `seen` that the queries of `block` do not see, bool `[rows, keys]`."""
-    every = torch.ones(block.stop - block.start, seen.stop - seen.start, dtype=torch.bool)
+def _mask(q, k, block: slice, seen: slice, window: int | None, slopes: torch.Tensor | None) -> torch.Tensor:
+    """Returns what is added to the scores of `block`: -inf for hidden keys, and ALiBi's biases.
+
+    Its shape broadcasts to `[batch x kv_heads, rows, keys]`, as the rows of `_rows`.
+    """
     shift = block.start - seen.start
-    later = every.triu(shift + 1)
-    return later if window is None else later.logical_or_(every.tril_(shift - window))
+    every = torch.ones(block.stop - block.start, seen.stop - seen.start, dtype=torch.bool)
+    hidden = every.triu(shift + 1)
+    if window is not None:
+        hidden |= every.tril_(shift - window)
+    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+    if slopes is None:
+        return mask.repeat(q.shape[1] // k.shape[1], 1)  # once per head of a group
+    distances = torch.arange(block.start, block.stop).unsqueeze(1) - torch.arange(seen.start, seen.stop)
+    biases = mask - slopes.to(torch.float32).view(-1, 1, 1) * distances  # [heads, rows, keys]
+    return biases.to(q.dtype).view(k.shape[1], -1, biases.shape[2]).repeat(k.shape[0], 1, 1)
 
 
 def _rows(x: torch.Tensor, block: slice, k: torch.Tensor) -> torch.Tensor:
@@ -109,11 +125,14 @@ def _rows(x: torch.Tensor, block: slice, k: torch.Tensor) -> torch.Tensor:
     return x[:, :, block].reshape(k.shape[0] * k.shape[1], -1, x.shape[3])
 
 
-def _weights(queries: torch.Tensor, keys: torch.Tensor, scale: float, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns the attention weights of a block, `[batch x kv_heads, rows, keys]`."""
-    mask = torch.zeros(hidden.shape, dtype=keys.dtype).masked_fill_(hidden, float("-inf"))
-    mask = mask.repeat(queries.shape[1] // len(mask), 1)  # once per head of a group
-    return torch.baddbmm(mask, queries, keys.mT, alpha=scale).softmax(-1)
+def _weights(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, mask: torch.Tensor, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the attention weights of a block, `[batch x kv_heads, rows, keys]`, and tanh(scores / softcap)."""
+    if softcap is None:
+        return torch.baddbmm(mask, queries, keys.mT, alpha=scale).softmax(-1), None
+    capped = torch.bmm(queries, keys.mT).mul_(scale / softcap).tanh_()
+    return torch.add(mask, capped, alpha=softcap).softmax(-1), capped
 
 
 def _empty(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -122,22 +141,24 @@ def _empty(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 @blocked_attention.register_fake
-def _(q, k, v, scale, window=None):
+def _(q, k, v, scale, window=None, slopes=None, softcap=None):
     return _empty(q, v)
 
 
 @blocked_attention_backward.register_fake
-def _(grad, q, k, v, scale, window=None):
+def _(grad, q, k, v, scale, window=None, slopes=None, softcap=None):
     return _empty(q, q), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(*tensors)
+    q, k, v, ctx.scale, ctx.window, slopes, ctx.softcap = inputs
+    ctx.save_for_backward(q, k, v, slopes)
 
 
 def _backward(ctx, grad):
-    return *blocked_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window), None, None
+    q, k, v, slopes = ctx.saved_tensors
+    found = blocked_attention_backward(grad, q, k, v, ctx.scale, ctx.window, slopes, ctx.softcap)
+    return *found, None, None, None, None
 
 
 blocked_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -29,6 +29,7 @@ def attention_mask(
     dropout: float = 0.0,
     sparse: int | Pattern | None = None,
     plain: bool = True,
+    sinks: bool = False,
     slopes: torch.Tensor | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor | BlockMask | FlashMask | Window | None:
@@ -38,7 +39,8 @@ def attention_mask(
 
     - A `BlockMask` selects flex attention, on CUDA devices.
     - The tensor `segments` itself selects `document_attention`, on CPUs.
-    - A `Window` selects `blocked_attention` for a sliding window without `segments`, on CPUs on which it is faster.
+    - A `Window` selects `blocked_attention` for a sliding window or ALiBi without `segments`, on CPUs on which it is
+      faster.
     - A float mask, which contains ALiBi's biases, selects PyTorch's fused kernel on CPUs. This kernel takes a third of
       the time of unfused attention.
     - None stands for a purely causal mask, which is fastest with PyTorch's fused kernels.
@@ -53,6 +55,7 @@ def attention_mask(
         dropout: probability of dropping an attention weight.
         sparse: sliding window size, counting the query itself (Beltagy et al., 2020), or a sparse pattern.
         plain: whether `attention` is called without `softcap` and `sinks`.
+        sinks: whether it is called with `sinks`.
         slopes: ALiBi's slopes `[heads]`, or None.
         implementation: value of `model.attention_implementation`. "sdpa" excludes flex attention; "flex" selects it
             wherever it can run; "flash" selects flash-attn. For a custom implementation, the result is
@@ -77,9 +80,9 @@ def attention_mask(
             return pattern_block_mask(pattern, seq, tokens.device)
         return sparse_block_mask(segments, None, pattern)
     one_mask = segments is None  # the same for all sequences of the batch
-    own = kind == "cpu" and dropout == 0 and plain and slopes is None and built_in and pattern is None
-    if own and one_mask and window is not None and usable(tokens.device, dtype):
-        return Window(window)
+    own = kind == "cpu" and dropout == 0 and built_in and pattern is None
+    if own and one_mask and not sinks and usable(tokens.device, dtype):
+        return Window(window or seq)
     segments = torch.zeros_like(tokens) if segments is None else segments
     if alibi and slopes is not None:
         seen = segment_mask(segments[:1] if one_mask else segments, window)
@@ -89,7 +92,7 @@ def attention_mask(
         return pattern_mask(pattern, segments)
     if flex:
         return block_mask(segments, window)
-    if own and window is None:
+    if own and plain and window is None and slopes is None:
         return segments
     return segment_mask(segments, window)
 

@@ -309,6 +309,7 @@ class Decoder(nn.Module):
             head_dim=config.qk_head_dim,
             dropout=config.attention_dropout if self.training else 0.0,
             plain=config.attn_logit_softcapping is None and not config.attention_sinks,
+            sinks=config.attention_sinks,
             slopes=slopes,
             implementation=config.attention_implementation,
         )
