@@ -87,7 +87,7 @@ def blocked_attention_backward(grad, q, k, v, scale, window=None, slopes=None, s
         grad_weights = torch.bmm(grads, values[:, seen].mT)
         grad_scores = softmax_backward(grad_weights, weights, -1, q.dtype)
         if capped is not None:
-            grad_scores -= capped.square_().mul_(grad_scores)  # the derivative of tanh is 1 - tanh^2
+            grad_scores.addcmul_(grad_scores * capped, capped, value=-1)  # the derivative of tanh is 1 - tanh^2
         scaled = torch.baddbmm(queries, grad_scores, keys[:, seen], beta=0, alpha=scale)
         grad_q[:, :, block] = scaled.view(grad_q[:, :, block].shape)
         grad_k[:, seen] += torch.bmm(grad_scores.mT, queries)
@@ -131,7 +131,7 @@ def _weights(
     """Returns the attention weights of a block, `[batch x kv_heads, rows, keys]`, and tanh(scores / softcap)."""
     if softcap is None:
         return torch.baddbmm(mask, queries, keys.mT, alpha=scale).softmax(-1), None
-    capped = torch.bmm(queries, keys.mT).mul_(scale / softcap).tanh_()
+    capped = torch.baddbmm(mask, queries, keys.mT, beta=0, alpha=scale / softcap).tanh_()  # the mask is not added yet
     return torch.add(mask, capped, alpha=softcap).softmax(-1), capped
 
 

@@ -166,9 +166,19 @@ def head_gradients(hidden, weight, kept, overwrite, needed):
     return hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype)
 
 
+def _cap_by_sigmoid(logits, softcap):
+    """Returns `cap(logits, softcap)`, with an absolute error of about softcap x 1e-7 in float32.
+
+    tanh(x) is 2 sigmoid(2x) - 1. On CPUs, sigmoid takes half the time of tanh.
+    """
+    if softcap is None:
+        return logits
+    return (logits * (2 / softcap)).sigmoid_().mul_(2 * softcap).sub_(softcap)
+
+
 def _normalize(logits, labels, softcap):
     """Returns the labels' log-probabilities `[rows]`, and the normalizers log(sum(exp(logits))) `[rows]`."""
-    logits = cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+    logits = _cap_by_sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
     normalizers = torch.logsumexp(logits, -1)
     return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normalizers, normalizers
 
@@ -183,7 +193,7 @@ def _differentiate(logits, labels, normalizers, softmax_gradient, label_gradient
         label_gradient: the factor of onehot(label), `[rows]`: the gradient of the log-probability, but 0 if the label's
             row is on another rank.
     """
-    capped = cap(logits.to(normalizers.dtype), softcap)
+    capped = _cap_by_sigmoid(logits.to(normalizers.dtype), softcap)
     result = (capped - normalizers.unsqueeze(-1)).exp_().mul_(softmax_gradient.unsqueeze(-1))
     columns = labels.unsqueeze(-1)
     if torch.compiler.is_compiling():  # fused; a scatter makes a copy of all logits in float32, and 8 times as slow
