@@ -90,7 +90,7 @@ def attention(
         return blocked_attention(q, k, v, scale, window, scores.slopes, scores.softcap)
     if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
         k, v = _repeat_kv(q, k, v)
-        return document_attention(q, k, v, mask, scores.scale, fits(q, k, v))[0]
+        return document_attention(q, k, v, mask, scores.scale, blocked)[0]
     if mask is None and causal and 1 < queries < keys:
         mask = _causal_mask(queries, keys, q.device)
     # Without a mask the flash kernel skips the blocks above the diagonal; a boolean mask costs 1.7 times as much.

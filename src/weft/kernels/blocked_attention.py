@@ -128,7 +128,10 @@ def _rows(x: torch.Tensor, block: slice, k: torch.Tensor) -> torch.Tensor:
 def _weights(
     queries: torch.Tensor, keys: torch.Tensor, scale: float, mask: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the attention weights of a block, `[batch x kv_heads, rows, keys]`, and tanh(scores / softcap)."""
+    """Returns the attention weights of a block, and tanh(scores / softcap), or None without a soft cap.
+
+    Both are `[batch x kv_heads, rows, keys]`.
+    """
     if softcap is None:
         return torch.baddbmm(mask, queries, keys.mT, alpha=scale).softmax(-1), None
     capped = torch.baddbmm(mask, queries, keys.mT, beta=0, alpha=scale / softcap).tanh_()  # the mask is not added yet

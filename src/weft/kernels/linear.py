@@ -16,7 +16,7 @@ from weft.torch_private import multiply_onednn
 # Zen 5 (avx_vnni), which multiplies 512 bits at a time. Zen 4 multiplies 256: there, oneDNN gains 8% in large products.
 LEAST_WORK = 1 << 22 if "avx_vnni" in features() else 1 << 27
 # The same for products of two transposed matrices (gradients of weights), which oneDNN copies first. On Zen 4, it takes
-# 1.1 to 1.4 times as long as MKL in the blocks of a model, and 0.9 times in the head.
+# up to 1.3 times as long as MKL in the blocks of a model, and 0.9 times in the head.
 LEAST_TRANSPOSED_WORK = LEAST_WORK if "avx_vnni" in features() else 1 << 32
 
 
@@ -79,9 +79,11 @@ def _(a, b):
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Computes `a @ b`. For two transposed matrices, oneDNN is faster if the result has fewer rows."""
-    if a.stride(1) != 1 and a.numel() * b.shape[1] < LEAST_TRANSPOSED_WORK:
+    if a.stride(1) == 1:
+        return product(a, b.mT)
+    if a.numel() * b.shape[1] < LEAST_TRANSPOSED_WORK:
         return torch.mm(a, b)
-    return product(b.mT, a).mT if a.stride(1) != 1 and len(a) > b.shape[1] else product(a, b.mT)
+    return product(b.mT, a).mT if len(a) > b.shape[1] else product(a, b.mT)
 
 
 def _setup_context(ctx, inputs, output):

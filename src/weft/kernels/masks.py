@@ -28,7 +28,7 @@ def attention_mask(
     head_dim: int,
     dropout: float = 0.0,
     sparse: int | Pattern | None = None,
-    plain: bool = True,
+    softcap: bool = False,
     sinks: bool = False,
     slopes: torch.Tensor | None = None,
     implementation: str = "auto",
@@ -54,8 +54,7 @@ def attention_mask(
         head_dim: size of a query head.
         dropout: probability of dropping an attention weight.
         sparse: sliding window size, counting the query itself (Beltagy et al., 2020), or a sparse pattern.
-        plain: whether `attention` is called without `softcap` and `sinks`.
-        sinks: whether it is called with `sinks`.
+        softcap, sinks: whether `attention` is called with these scores.
         slopes: ALiBi's slopes `[heads]`, or None.
         implementation: value of `model.attention_implementation`. "sdpa" excludes flex attention; "flex" selects it
             wherever it can run; "flash" selects flash-attn. For a custom implementation, the result is
@@ -64,7 +63,7 @@ def attention_mask(
     Raises:
         UserError: `implementation` is flash, gradients are enabled, and flash-attn cannot run.
     """
-    kind, seq = tokens.device.type, tokens.shape[1]
+    kind, seq, plain = tokens.device.type, tokens.shape[1], not (softcap or sinks)
     pattern = sparse if callable(sparse) else None
     window = sparse if isinstance(sparse, int) and sparse < seq else None
     if implementation == "flash" and flash_usable(tokens.device, dtype):

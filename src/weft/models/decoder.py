@@ -308,7 +308,7 @@ class Decoder(nn.Module):
             dtype=dtype,
             head_dim=config.qk_head_dim,
             dropout=config.attention_dropout if self.training else 0.0,
-            plain=config.attn_logit_softcapping is None and not config.attention_sinks,
+            softcap=config.attn_logit_softcapping is not None,
             sinks=config.attention_sinks,
             slopes=slopes,
             implementation=config.attention_implementation,

@@ -91,14 +91,17 @@ def read_samples(dataset: Dataset, indices: np.ndarray, layout: Layout = PLAIN) 
     Raises:
         UserError: a sample is invalid, or the samples have different lengths; the message names the index.
     """
-    if getattr(dataset, "complete", False) and (read := getattr(dataset, "read", None)) is not None:
-        return _check_ids(dataset, indices, read(indices), layout)
     complete = getattr(dataset, "complete", False)
-    given = [dataset[int(index)] if complete else _get_sample(dataset, int(index), layout) for index in indices]
-    if not complete and (together := _convert_together(given, layout)) is not None:
-        return _check_ids(dataset, indices, together, layout)
-    names = (f"{type(dataset).__name__}[{index}]" for index in indices)
-    samples = given if complete else [_convert_sample(*each, layout) for each in zip(names, given, strict=True)]
+    if complete and (read := getattr(dataset, "read", None)) is not None:
+        return _check_ids(dataset, indices, read(indices), layout)
+    if complete:
+        samples = [dataset[int(index)] for index in indices]
+    else:
+        given = [_get_sample(dataset, int(index), layout) for index in indices]
+        if (together := _convert_together(given, layout)) is not None:
+            return _check_ids(dataset, indices, together, layout)
+        names = (f"{type(dataset).__name__}[{index}]" for index in indices)
+        samples = [_convert_sample(*each, layout) for each in zip(names, given, strict=True)]
     for index, sample in zip(indices, samples, strict=True):
         for name in ("tokens", *layout.fields):
             check_same_shape(f"sample {index} has", name, sample[name], samples[0][name])
