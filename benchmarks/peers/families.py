@@ -22,23 +22,24 @@ _PLAIN = {
 }
 _LATENT = {"q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 _BIASES = {"attention_bias": True, "attention_sinks": True}
-_GEMMA = {
+_GEMMA = _LLAMA | {
     "norm": "rmsnorm1p",
     "norm_placement": "both",
-    "qk_norm": True,
     "hidden_act": "gelu_tanh",
     "tie_word_embeddings": True,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "sliding_window_pattern": 6,
+    "sliding_window": 128,
+    "embedding_multiplier": 16.0,
 }
+_DEEPSEEK = _EXPERTS | {"num_key_value_heads": 4, "head_dim": None, "mla": _LATENT}
+_SHARED = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96, "n_shared_experts": 1}
+_SHARED |= {"first_k_dense_replace": 1}
 _SIGMOID = {"scoring_func": "sigmoid", "correction_bias": True, "routed_scaling_factor": 2.5}
 _OSS = {"scoring_func": "softmax_of_chosen", "router_bias": True, "expert_bias": True, "swiglu_limit": 7.0}
 
 # 10 to 20 million parameters each.
 CPU = {
     "llama": _LLAMA,
-    "gemma3": _LLAMA | _GEMMA | {"sliding_window": 128, "embedding_multiplier": 16.0},
+    "gemma3": _GEMMA | {"qk_norm": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6},
     "qwen3": _LLAMA | {"qk_norm": True},
     "gpt_neox": _LLAMA
     | _PLAIN
@@ -49,15 +50,7 @@ CPU = {
     "mixtral": _EXPERTS | {"moe": {"num_experts": 8, "num_experts_per_tok": 2}},
     "qwen3_moe": _EXPERTS
     | {"qk_norm": True, "moe": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64}},
-    "deepseek_v3": _EXPERTS
-    | {
-        "num_key_value_heads": 4,
-        "head_dim": None,
-        "mla": _LATENT,
-        "moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96, "n_shared_experts": 1}
-        | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
-        | _SIGMOID,
-    },
+    "deepseek_v3": _DEEPSEEK | {"moe": _SHARED | {"n_group": 4, "topk_group": 2} | _SIGMOID},
     "gpt_oss": _EXPERTS
     | _BIASES
     | {"sliding_window": 128, "sliding_window_pattern": 2, "intermediate_size": 128}
@@ -68,10 +61,9 @@ CPU = {
     | {"position": "learned", "hidden_act": "gelu_tanh", "attention_bias": True, "mlp_bias": True}
     | {"tie_word_embeddings": True, "head_dim": None},
     "qwen2": _LLAMA | {"attention_bias": True, "attention_output_bias": False},
-    "gemma2": _LLAMA
-    | {key: value for key, value in _GEMMA.items() if key not in ("qk_norm", "rope_theta", "rope_local_base_freq")}
-    | {"sliding_window": 128, "sliding_window_pattern": 2, "embedding_multiplier": 16.0}
-    | {"attention_multiplier": 64**-0.5, "attn_logit_softcapping": 50.0, "logit_softcap": 30.0},
+    "gemma2": _GEMMA
+    | {"sliding_window_pattern": 2, "attention_multiplier": 64**-0.5}
+    | {"attn_logit_softcapping": 50.0, "logit_softcap": 30.0},
     "phi3": _LLAMA,
     "granite": _LLAMA
     | {"embedding_multiplier": 12.0, "attention_multiplier": 2**-6, "residual_multiplier": 0.22}
@@ -84,14 +76,7 @@ CPU = {
     "olmoe": _EXPERTS
     | {"qk_norm": True, "qk_norm_over": "width", "num_key_value_heads": 4, "head_dim": None, "intermediate_size": 64}
     | {"moe": {"num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": False}},
-    "deepseek_v2": _EXPERTS
-    | {
-        "num_key_value_heads": 4,
-        "head_dim": None,
-        "mla": _LATENT,
-        "moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96, "n_shared_experts": 1}
-        | {"first_k_dense_replace": 1, "norm_topk_prob": False},
-    },
+    "deepseek_v2": _DEEPSEEK | {"moe": _SHARED | {"norm_topk_prob": False}},
 }
 
 _BILLION = {
