@@ -85,7 +85,9 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             "tests", "tests marked `gpu`", [*tests, "--continue-on-collection-errors", *marked], 150, 15, 0, ("pytest",)
         ),
         Job("training-bf16", "training in bf16: tokens/s, MFU, memory", [*gpu, "--only", "weft-bf16"], 300, 20, 120),
-        Job("training-fp8", "training in fp8", [*gpu, "--only", "weft-fp8"], 200, 20, 60, ("torchao",)),
+        Job(
+            "training-fp8", "training in fp8", [*gpu, "--only", "weft-fp8,weft-fp8-rowwise"], 200, 20, 60, ("torchao",)
+        ),
         Job("generation", "decoding, beside transformers", decode, 120, 20, 40),
         Job("trainer", "`Trainer` in bf16", trainer, 200, 30, 60, ("transformers", "accelerate")),
         Job("torchtitan", "torchtitan in bf16", titan, 200, 30, 60, ("torchtitan",)),

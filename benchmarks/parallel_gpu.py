@@ -58,6 +58,12 @@ QUICK = {"tiny": (_shape(64, 2, 4, 176) | {"vocab_size": 512, "tie_word_embeddin
 SUBJECTS = {  # name in the table, program, the package it needs, what it is asked for
     "weft-bf16": ("Weft, bf16", "parallel_steps.py", "torch", {"peer": "weft", "dtype": "bf16"}),
     "weft-fp8": ("Weft, fp8", "parallel_steps.py", "torchao", {"peer": "weft", "dtype": "fp8"}),
+    "weft-fp8-rowwise": (
+        "Weft, fp8 with scales for rows",
+        "parallel_steps.py",
+        "torchao",
+        {"peer": "weft", "dtype": "fp8-rowwise"},
+    ),
     "trainer-bf16": ("transformers' Trainer, bf16", "hf_trainer.py", "transformers", {"dtype": "bf16"}),
     "titan-bf16": ("torchtitan, bf16", "titan_steps.py", "torchtitan", {"dtype": "bf16"}),
 }

@@ -105,7 +105,7 @@ def weft(asked: dict):
         section = ModelSection(**asked["shape"])
     parallel = ParallelSection(**asked.get("mesh", {}))
     world = start_world(parallel)
-    fp8 = asked["dtype"] == "fp8"
+    fp8 = {"fp8": True, "fp8-rowwise": "rowwise"}.get(asked["dtype"], False)
     if fp8:
         raise_unless_usable(world.device)
     plan = ModelPlan(

@@ -15,7 +15,7 @@ from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.models.build import build_model
 from weft.models.initialize import initialize
-from weft.parallel.fp8 import raise_unless_usable, use_fp8
+from weft.parallel.fp8 import raise_unless_usable, round_rows, use_fp8
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -71,16 +71,59 @@ def test_what_does_not_fit_stays(torchao):
     assert not any(isinstance(module, torchao.float8_linear.Float8Linear) for module in model.modules())
 
 
+def fitted(runner, case: Case, name: str, **training) -> tuple[Run, dict[str, int]]:
+    """A run of three steps, and the bytes of its all-gathers by process group."""
+    file = write_run(runner.folder, case, steps=3, name=name, training={"dtype": "bfloat16"} | training)
+    sent = runner.pool.call(fit_emulating, ranks_of(case.mesh), file, True, seconds=120)
+    return Run(runner.folder / name), sent[0]
+
+
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}, {"tp": 2}], ids=str)
 def test_training_is_close_to_bfloat16(runner, torchao, mesh):
-    case, training = Case("dense", "plain", mesh), {"dtype": "bfloat16"}
-    wide = runner.run(case, steps=3, name="wide", training=training)
-    file = write_run(runner.folder, case, steps=3, name="narrow", training=training | {"fp8": True})
-    runner.pool.call(fit_emulating, ranks_of(mesh), file, True, seconds=120)
-    narrow = Run(runner.folder / "narrow")
-    np.testing.assert_allclose(narrow.metrics["loss"], wide.metrics["loss"], rtol=0.02)
-    assert not np.array_equal(narrow.metrics["loss"], wide.metrics["loss"])
-    assert narrow.steps[-1].keys() == wide.steps[-1].keys()
+    case = Case("dense", "plain", mesh)
+    wide = runner.run(case, steps=3, name="wide", training={"dtype": "bfloat16"})
+    found = {}
+    for fp8 in (True, "rowwise"):
+        narrow, _ = fitted(runner, case, f"narrow-{fp8}", fp8=fp8)
+        np.testing.assert_allclose(narrow.metrics["loss"], wide.metrics["loss"], rtol=0.02)
+        assert not np.array_equal(narrow.metrics["loss"], wide.metrics["loss"])
+        assert narrow.steps[-1].keys() == wide.steps[-1].keys()
+        found[fp8] = narrow.metrics["loss"]
+    assert not np.array_equal(found[True], found["rowwise"])
+
+
+def test_rounding_a_weight_twice_by_rows_is_rounding_it_once(torchao):
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False).bfloat16()))
+    use_fp8(model, [model[0]], "rowwise", emulate=True)
+    weight = model[0][0].weight
+    with torch.no_grad():  # rows of zeros, of tiny numbers, and with an outlier
+        weight[3], weight[5], weight[8], weight[7, 3] = 0, weight[5] * 1e-6, weight[8] * 1e-20, 300.0
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for _ in range(2):
+        out = model(x)
+        gradients = torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+        found.append((out.detach(), *gradients))
+        with torch.no_grad():
+            numbers, factors = round_rows(weight)
+            weight.copy_(numbers.to(torch.bfloat16) * factors)
+    (once, of_inputs, of_weights), (twice, again, same) = found
+    assert torch.equal(once, twice)
+    assert torch.equal(of_weights, same)
+    torch.testing.assert_close(again, of_inputs, rtol=0.01, atol=1e-3)  # rounded by columns: small numbers can vanish
+
+
+def test_weights_of_products_by_rows_are_gathered_in_8_bits(runner, torchao):
+    alone, _ = fitted(runner, Case("gqa", "plain", {"tp": 2}), "alone", fp8="rowwise")
+    case = Case("gqa", "plain", {"dp_shard": 2, "tp": 2})
+    _, whole = fitted(runner, case, "full", fp8=True)
+    narrow, sent = fitted(runner, case, "rows", fp8="rowwise")
+    np.testing.assert_allclose(narrow.metrics["loss"], alone.metrics["loss"], rtol=1e-6)
+    # Rows x columns of a block on one tp rank: q, k, v, gate and up are split by rows, o and down by columns.
+    shapes = [(32, 32), (16, 32), (16, 32), (32, 32), (32, 32), (32, 32), (32, 32)]
+    saved = sum(rows * columns - 2 * rows for rows, columns in shapes)
+    gathers = 3 * 2 * (4 + 3)  # steps x micro-batches x blocks in forward, and all but the last again in backward
+    assert gathers * saved in {whole[group] - sent[group] for group in whole}
 
 
 def test_a_device_without_them_is_refused(run_yaml, capsys):
@@ -96,10 +139,11 @@ def test_a_gpu_trains_in_them(run_yaml, tmp_path, torchao):
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("the GPU knows no products in 8 bits")
     found = {}
-    for fp8 in (False, True):
+    for fp8 in (False, True, "rowwise"):
         name = f"fp8-{fp8}"
         file = run_yaml(f"{name}.yaml", run={"name": name}, training={"dtype": "bfloat16", "fp8": fp8}, log=QUIET)
         assert train(file) == 0
         found[fp8] = [loss for _, loss, _ in losses(tmp_path / "runs" / name)]
-    np.testing.assert_allclose(found[True], found[False], rtol=0.05)
-    assert found[True] != found[False]
+    for fp8 in (True, "rowwise"):
+        np.testing.assert_allclose(found[fp8], found[False], rtol=0.05)
+        assert found[fp8] != found[False]

@@ -15,6 +15,7 @@ from weft.planner.compute import Costs
 from weft.planner.hardware import load_hardware
 from weft.planner.reduction import with_reduction
 from weft.planner.step import predict
+from weft.planner.units import Job
 from weft.planner.work import KEPT_LOGITS, Matmul, Stack, Work
 
 RUN = """
@@ -299,6 +300,17 @@ def test_the_example_of_the_manual_runs(run, tmp_path, monkeypatch, capsys):
     exec(page.partition("```python\n")[2].partition("```")[0], {})
     seconds, mfu, _ = capsys.readouterr().out.split(" ", 2)
     assert float(seconds) > 0 < float(mfu) < 1
+
+
+def test_weights_of_products_by_rows_are_gathered_in_half_of_the_time(run):
+    overrides = "training.dtype=bfloat16", "parallel.dp_shard=8"
+    found = {}
+    for fp8 in ("true", "rowwise"):
+        hardware = load_hardware("h100-sxm")
+        [stage] = Job(run(8, *overrides, f"training.fp8={fp8}"), 8, hardware).stages()
+        found[fp8] = stage.units[0].gather, stage.root.gather
+    assert 0.4 < found["rowwise"][0] / found["true"][0] < 1
+    assert found["rowwise"][1] == found["true"][1]
 
 
 def test_what_has_no_prediction_is_refused(run):

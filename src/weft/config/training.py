@@ -63,9 +63,10 @@ class TrainingSection(Section):
     """Initial loss scale for float16, which is halved when gradients overflow. Default: 65536."""
     loss_scale_window: int | None = Field(None, ge=1)
     """Number of steps without overflow after which the loss scale for float16 is doubled. Default: 2000."""
-    fp8: bool = False
+    fp8: bool | Literal["rowwise"] = False
     """Whether the matrix products of the layers are computed in 8 bits. It needs torchao and an NVIDIA GPU of compute
-    capability 8.9 or higher.
+    capability 8.9 or higher. `true`: with a scale for each tensor. `rowwise`: with a scale for each row, which loses
+    less to outliers; and FSDP2 gathers the weights of these layers in 8 bits (docs/precision.md).
     """
     qat: QatSection | None = Field(None)
     """Quantization-aware training. Default: no rounding."""

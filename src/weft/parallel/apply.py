@@ -183,7 +183,7 @@ def multiply_in_fp8(model: nn.Module, state: ModelState) -> nn.Module:
     Assumes plain (unsharded) parameters.
     """
     if state.plan.fp8:
-        fp8.use_fp8(model, repeated_blocks(model), ranks=state.world.shape.tp)
+        fp8.use_fp8(model, repeated_blocks(model), state.plan.fp8, ranks=state.world.shape.tp)
     return model
 
 

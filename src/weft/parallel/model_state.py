@@ -44,7 +44,7 @@ class ModelPlan:
             `FrozenRows` keeps the rows before this row unchanged. None trains all parameters.
         freeze: patterns of the names of parameters that are not trained (`weft.models.parameter_patterns`).
         sequence: number of tokens per sequence, to balance the cost of pipeline stages; 0 means unknown.
-        fp8: whether the blocks' matrix products are computed in 8 bits.
+        fp8: value of `training.fp8`.
         qat: settings of quantization-aware training; None: no fake quantization.
         adapter: the adapter to train. All other parameters are frozen, in `dtype`. None trains the parameters of the
             model.
@@ -63,7 +63,7 @@ class ModelPlan:
     only_rows_from: int | None = None
     freeze: tuple[str, ...] = ()
     sequence: int = 0
-    fp8: bool = False
+    fp8: bool | Literal["rowwise"] = False
     adapter: AdapterSection | None = None
     qat: QatSection | None = None
     frozen: bool = False

@@ -148,7 +148,7 @@ class Bounds:
         """Returns the seconds of an all-gather, of a reduction, and around both, for a piece."""
         work, shard, offload = candidate.layout.work, candidate.shard, candidate.offload == "parameters"
         job, fsdp = self.pieces(work).job, shard * work.cp
-        gather = self.over_fsdp("all_gather", size, job.width, work, shard, offload=offload)
+        gather = self.over_fsdp("all_gather", size, job.gathered_width, work, shard, offload=offload)
         reduce = self.over_fsdp("reduce_scatter", size, job.reduce_width, work, shard, offload=offload) * job.trained
         copied = size.others * (fsdp > 1) + size.experts * (fsdp > work.ep)
         host = job.host.fsdp_us * 1e-6 / job.parallel.layers_per_fsdp_unit if copied else 0.0

@@ -136,12 +136,13 @@ class Job:
         )
         self.micro_batches = -(-per_rank // self.micro)
         self.dtype = compute_dtype(self.training.dtype, hardware)
-        self.costs = Costs(hardware, self.dtype, fp8=self.training.fp8)
+        self.costs = Costs(hardware, self.dtype, fp8=bool(self.training.fp8))
         self.links, self.groups = Links(hardware), mesh_groups(self.mesh)
         self.host = hardware.host if hardware.device.kind == "cpu" else hardware.host.without_collectives
         state = "float64" if self.dtype == "float64" else "float32"
         reduce = state if self.training.reduce_dtype == "auto" else self.training.reduce_dtype
         self.width, self.state, self.reduce_width = WIDTHS[self.dtype], WIDTHS[state], WIDTHS[reduce]
+        self.gathered_width = 1 if self.training.fp8 == "rowwise" else self.width  # of the blocks' linear layers
         self.sent = self.width if self.parallel.pp_residual == "compute" else self.state  # between pipeline stages
         fused = bool(self.training.compile) if self.stack.fused is None else self.stack.fused
         self.shares = Shares(
@@ -219,12 +220,13 @@ class Job:
         local = work.parameters / fsdp.ranks + work.expert_parameters / experts.ranks
         total = work.parameters + work.expert_parameters
         trained = self.trained and total > 0
+        width = self.gathered_width if kind == "block" else self.width
         return Unit(
             passes,
             forward,
             backward,
-            gather=self._over_fsdp("all_gather", work, self.width, fsdp),
-            gather_again=self._over_fsdp("all_gather", work, self.width, self.again),
+            gather=self._over_fsdp("all_gather", work, width, fsdp),
+            gather_again=self._over_fsdp("all_gather", work, width if self.again == fsdp else self.width, self.again),
             reduce=self._over_fsdp("reduce_scatter", work, self.reduce_width, fsdp) if trained else 0.0,
             replicate=self._replicate(local) if trained else 0.0,
             copies=self._copies(work),
@@ -239,10 +241,10 @@ class Job:
     def _over_fsdp(self, kind, work: Work, width: int, group: Group) -> float:
         """Returns the seconds of all-gathering or reducing parameters; those of experts have a group of their own."""
         seconds = self.links.seconds(kind, work.parameters * width, group)
-        experts = self.groups["efsdp"]
+        experts, wide = self.groups["efsdp"], self.width if width == 1 else width  # experts are not sent in 8 bits
         if self.parallel.offload == "parameters":
             seconds += work.parameters * self.state / group.ranks / (self.hardware.host.to_device_gb_s * 1e9)
-        return seconds + self.links.seconds(kind, work.expert_parameters * width, experts)
+        return seconds + self.links.seconds(kind, work.expert_parameters * wide, experts)
 
     def _copies(self, work: Work) -> float:
         """Returns the seconds of copying the parameters of a unit out of the buffer of an all-gather."""

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from weft.errors import UserError
 from weft.models.decoder import Decoder
 from weft.models.layers.moe import Experts
+from weft.parallel.fp8 import AllGatherInFP8, weights_of_rows
 from weft.parallel.local_parameters import distribute_parameters, local, local_with_grad
 from weft.parallel.memory.offload import offload_policy
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks
@@ -149,6 +150,7 @@ def _wrap(
     axes = list(mesh.mesh_dim_names or ())
     if parallel.compress is not None:
         mesh, axes = mesh[axes[-1]], axes[-1:]  # PowerSGD reduces over `dp_replicate`
+    gather = None if ranks == 1 else _gather_in_fp8(unit, ranks, state)
     fully_shard(
         unit if len(unit) > 1 else unit[0],
         mesh=mesh,
@@ -162,10 +164,25 @@ def _wrap(
         if world.shape.data_ranks * world.shape.cp > 1:  # else FSDP2 would divide each gradient by 1, in a copy
             module.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is divided by the global weight
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sums
-        state.wrappers[module].append(f"FSDP2 ({' x '.join(axes)}: {' x '.join(map(str, mesh.shape))})")
+        sizes, note = " x ".join(map(str, mesh.shape)), "" if gather is None else "; gathers weights in 8 bits"
+        state.wrappers[module].append(f"FSDP2 ({' x '.join(axes)}: {sizes}{note})")
         if unsharded:
             state.unsharded_units.add(module)
             module.set_custom_reduce_scatter(SingleRankReduceScatter())
+    if gather is not None:
+        unit[0].set_custom_all_gather(gather)
+
+
+def _gather_in_fp8(unit: list[nn.Module], ranks: int, state: ModelState) -> AllGatherInFP8 | None:
+    """Returns the all-gather of a unit with `fp8: rowwise`; None if it has no such weights. Assumes that units within
+    `unit` are already sharded.
+    """
+    modules = [module for one in unit for module in one.modules()]
+    inner = {below for one in modules if isinstance(one, FSDPModule) for below in one.modules()}
+    own = [parameter for module in modules if module not in inner for parameter in module.parameters(recurse=False)]
+    parameters = [parameter for parameter in dict.fromkeys(own) if parameter.ndim]  # FSDP2 ignores scalars
+    rows = {p for one in unit for p in weights_of_rows(one) if shard_dim(ranks, p) is None}
+    return AllGatherInFP8(parameters, rows, ranks, compile=bool(state.plan.compile)) if rows else None
 
 
 class SingleRankReduceScatter:
