@@ -158,6 +158,20 @@ def test_wrong_values(line, said):
 
 
 @pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("compile: max-autotune", "compile: must be true or false or reduce-overhead, not 'max-autotune'"),
+        ("compile: reduce_overhead", "compile: ... not 'reduce_overhead'; did you mean 'reduce-overhead'?"),
+        ("compile: 1", "compile: must be true or false or reduce-overhead, not 1"),
+        ("micro_batch_size: all", "micro_batch_size: must be an integer or auto, not 'all'"),
+    ],
+)
+def test_a_wrong_word_names_all_values(setting, said):
+    (found,) = problems(SHORT.replace("{steps: 10}", f"{{steps: 10, {setting}}}"))
+    assert shows(found, f"run.yaml:3: training.{said}")
+
+
+@pytest.mark.parametrize(
     ("line", "section", "key", "value"),
     [
         ("training: {steps: 3, grad_clip: null}", "training", "grad_clip", None),

@@ -161,7 +161,17 @@ def error_message(errors: tuple[FieldError, ...]) -> str:
         return (
             "empty; set the path of a folder" if _words(first) == "a folder" else f"must be {_words(first)}, not empty"
         )
+    if first.type == "literal_error" and (others := _kinds_beside_a_literal(first.field)):
+        return f"must be {' or '.join(map(describe, others))}, not {written_value(first.node)}{_remedy(first)}"
     return _must_be(first) + _remedy(first)
+
+
+def _kinds_beside_a_literal(field: FieldInfo | None) -> list[Any]:
+    """Returns the types of a field that takes certain words or a number or truth value; [] for any other field."""
+    kinds = [] if field is None else [kind for kind in get_args(field.annotation) if kind is not NoneType]
+    plain = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds]
+    literal = any(get_origin(kind) is Literal for kind in kinds)
+    return kinds if literal and any(kind in (bool, int, float) for kind in plain) else []
 
 
 def _must_be(error: FieldError) -> str:
@@ -254,7 +264,8 @@ def describe(kind: Any) -> str:
             return spelled.words
     origin = get_origin(kind)
     if origin is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
+        choices = ", ".join(map(str, get_args(kind)))
+        return f"one of {choices}" if len(get_args(kind)) > 1 else choices
     if origin in (Union, types.UnionType):
         return " or ".join(describe(branch) for branch in get_args(kind))
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
