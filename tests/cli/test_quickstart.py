@@ -5,9 +5,12 @@ import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from weft.cli import quickstart
 from weft.cli.main import main
 from weft.config.run import RunConfig
+from weft.config.tree import read_file
 
 
 class Command:
@@ -41,6 +44,7 @@ def test_from_the_standard_library_to_a_model_that_writes(tmp_path, monkeypatch,
     monkeypatch.setattr(quickstart, "RUN_YAML", yaml)
     assert main(["quickstart", "--minutes", "0.05"]) == 0
     printed, progress = capfd.readouterr()
+    assert "warning" not in progress
     assert "gzip -9" in printed
     assert "this model" in printed
     assert "def " in printed
@@ -51,3 +55,32 @@ def test_from_the_standard_library_to_a_model_that_writes(tmp_path, monkeypatch,
     train = (tmp_path / "quickstart" / "train.txt").read_text().splitlines()
     assert not set(held_out) & set(train)
     assert 0.02 < len(held_out) / (len(train) + len(held_out)) < 0.09
+
+
+@pytest.mark.parametrize("minutes", ["nan", "inf", "0", "-1", "1e300"])
+def test_minutes_that_are_no_length_are_refused(minutes, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(["quickstart", "--minutes", minutes]) == 2
+    assert f"--minutes {float(minutes):g}: use a number above 0" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("home", ["quick start", "a, b", "a: b", "a #b", "{x}", "it's", 'a"b', "~", "${HOME}", "ü"])
+def test_any_name_of_a_directory(home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text(quickstart.run_yaml(file, Path(home), 20, part=4), encoding="utf-8")
+    values = read_file(file, "run.yaml", problems := []).plain()
+    assert not problems
+    paths = values["tokenizer"], values["data"]["train"], values["data"]["validation"], values["run"]["directory"]
+    assert [Path(path) for path in paths] == [Path(home) / n for n in ("tokenizer", "train", "heldout", "runs")]
+
+
+@pytest.mark.parametrize("fresh", [[], ["--fresh"]])
+def test_a_run_file_of_somebody_else_is_left_alone(fresh, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("model: llama-tiny\n")
+    assert main(["quickstart", "--directory", ".", *fresh]) == 2
+    assert "run.yaml: not written by `weft quickstart`; choose another --directory" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+    assert (tmp_path / "run.yaml").read_text() == "model: llama-tiny\n"

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import re
 import statistics
 import subprocess
 import sys
@@ -23,9 +24,10 @@ HELD_OUT_PERCENT = 5
 VOCABULARY = 4096
 TRIAL_STEPS = 40
 
+FIRST_LINE = "# Written by `weft quickstart`"
 RUN_YAML = """\
-# Written by `weft quickstart`; edit it freely. `weft train {name}` resumes the run; --fresh starts it over.
-run: {{name: quickstart, directory: {home}/runs, seed: 1}}
+{written}; edit it freely. `weft train {name}` resumes the run; --fresh starts it over.
+run: {{name: quickstart, directory: {runs}, seed: 1}}
 model:
   hidden_size: 96
   num_hidden_layers: 4
@@ -36,8 +38,8 @@ model:
   max_position_embeddings: 1024
   initialization: muon_zero
   initializer_range: 1.0
-tokenizer: {home}/tokenizer
-data: {{train: {home}/train, validation: {home}/heldout, sequence_length: 256}}
+tokenizer: {tokenizer}
+data: {{train: {train}, validation: {heldout}, sequence_length: 256}}
 optimizer: {{type: muon, lr: 0.02, embedding_lr: 0.03, head_lr: 0.01, other_lr: 0.003}}
 schedule: {{type: wsd, warmup_steps: 20, decay_fraction: 0.6}}
 training: {{steps: {steps}, batch_tokens: 2048, micro_batch_size: 8, compile: true}}
@@ -65,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from weft.errors import UserError
 
-    if args.minutes <= 0:
-        raise UserError(f"--minutes {args.minutes}: use a positive number, for example 3")
+    if not 0 < args.minutes <= 1e6:
+        raise UserError(f"--minutes {args.minutes:g}: use a number above 0 and at most a million, for example 3")
     began, home = time.perf_counter(), Path(args.directory)
     yaml, run_directory = home / "run.yaml", home / "runs" / "quickstart"
     try:
@@ -74,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"cannot be created: {error.strerror}; choose another --directory", home) from None
 
+    if yaml.exists() and FIRST_LINE not in yaml.read_text(encoding="utf-8", errors="replace"):
+        raise UserError("not written by `weft quickstart`; choose another --directory", yaml)
     train_files, held_out_files = split_library(home)
     log(f"corpus: Python's standard library, {len(train_files):,} files for training, {len(held_out_files):,} held out")
     listed = ["--files-from", str(home / "train.txt")]
@@ -87,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     fresh = args.fresh and yaml.exists()
     if not yaml.exists() or fresh:
         steps = steps_for(args.minutes, home)
-        text = RUN_YAML.format(name=yaml, home=home, steps=steps, part=-(-steps // 5))
+        text = run_yaml(yaml, home, steps, part=-(-steps // 5))
         replace_file(yaml, text)
         log(f"wrote {yaml}: {steps} steps fit into {args.minutes:g} minutes on this machine")
     weft("train", str(yaml), *(["--fresh"] if fresh else []))
@@ -97,6 +101,29 @@ def run(args: argparse.Namespace) -> int:
     weft("report", str(run_directory))
     summary(home, yaml, run_directory, held_out_files, time.perf_counter() - began)
     return 0
+
+
+def run_yaml(yaml: Path, home: Path, steps: int, *, part: int) -> str:
+    """Returns the text of a run file.
+
+    Args:
+        yaml: the file.
+        home: the quickstart's directory.
+        part: number of steps between validations, samples and checkpoints.
+    """
+    paths = {name: home / name for name in ("runs", "tokenizer", "train", "heldout")}
+    written = {name: yaml_text(str(path)) for name, path in paths.items()}
+    return RUN_YAML.format(name=yaml, written=FIRST_LINE, steps=steps, part=part, **written)
+
+
+def yaml_text(text: str) -> str:
+    """Returns a text as a YAML value, quoted if it could mean something else."""
+    from weft.config.tree import without_variables
+
+    if re.fullmatch(r"[\w./-]+", text):
+        return text
+    inside = f"./{text}" if text.startswith("~/") else text  # not the home folder
+    return without_variables(json.dumps(inside, ensure_ascii=False))
 
 
 def log(text: str) -> None:
@@ -161,9 +188,10 @@ def steps_for(minutes: float, home: Path) -> int:
 
     The timed steps also fill the compiler's cache.
     """
-    text = RUN_YAML.format(name="trial", home=home, steps=TRIAL_STEPS, part=10 * TRIAL_STEPS)
     trial = home / "trial.yaml"
-    trial.write_text(text, encoding="utf-8")
+    lines = run_yaml(trial, home, TRIAL_STEPS, part=10 * TRIAL_STEPS).splitlines(keepends=True)
+    unused = ("validation:", "samples:")  # the trial measures steps only
+    trial.write_text("".join(line for line in lines if not line.startswith(unused)), encoding="utf-8")
     log(f"\ntiming {TRIAL_STEPS} steps to see how many fit into {minutes:g} minutes")
     weft(
         "train",
@@ -171,7 +199,6 @@ def steps_for(minutes: float, home: Path) -> int:
         "run.name=.trial",
         "--fresh",
         "data.validation=null",
-        "samples.prompts=[]",
         "log.trackers=[]",
     )
     lines = (home / "runs" / ".trial" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -200,8 +227,8 @@ def summary(home: Path, yaml: Path, run_directory: Path, held_out_files: list[Pa
     print(
         f"\nrun directory: {run_directory}  ({last['step']:,} steps, {amount(last['tokens'])} tokens; "
         f"{seconds / 60:.1f} minutes in total)\n\ntry next:\n"
-        f'  weft generate {run_directory} "class " "import " --temperature 0.8\n'
-        f"  weft train {yaml} run.name=longer training.steps={4 * last['step']}\n"
+        f'  weft generate {quoted(str(run_directory))} "class " "import " --temperature 0.8\n'
+        f"  weft train {quoted(str(yaml))} run.name=longer training.steps={4 * last['step']}\n"
         f"  open {run_directory / 'report.html'}   (or: tensorboard --logdir {home / 'runs'})",
         flush=True,
     )
