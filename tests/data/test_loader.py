@@ -91,6 +91,7 @@ def test_validation_covers_every_sample_once(dataset, rows, ranks, limit):
         ({"tokens": [1, 2], "labels": [-1, 2]}, "-1 is neither a token id nor -100"),
         ({"tokens": [1, 2], "weight": [1, -1]}, "every weight must be 0 or more"),
         ({"tokens": [1, 2], "weight": [1, float("nan")]}, "every weight must be 0 or more"),
+        ({"tokens": [1, 2], "weight": [1, float("inf")]}, "every weight must be 0 or more, and finite"),
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
@@ -104,6 +105,24 @@ def test_a_users_dataset_that_gives_no_sample_is_reported_with_its_index(sample,
 
     with pytest.raises(UserError, match=rf"Mine\[\d\].*{told}"):
         list(BatchSource(Mine(), batch_size=2).iterate(0, 1, workers))
+
+
+def test_a_dataset_that_exits_has_not_finished_the_run():
+    class Mine(list):
+        def __getitem__(self, index):
+            raise SystemExit(0)
+
+    with pytest.raises(UserError, match=r"Mine\[\d\] raised SystemExit: 0"):
+        list(BatchSource(Mine([1, 2]), batch_size=2).iterate(0, 1, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_tensors_of_any_dtype_and_with_gradient(dtype):
+    weight = torch.tensor([0.5, 1, 2], dtype=dtype, requires_grad=True)
+    sample = {"tokens": torch.tensor([5, 6, 7], dtype=torch.int32), "labels": torch.tensor([6, 7, 8]), "weight": weight}
+    (batch,) = BatchSource([sample], batch_size=1).iterate(0, 1, 0)
+    assert batch.weight.tolist() == [[0.5, 1, 2]]
+    assert batch.tokens.tolist() == [[5, 6, 7]]
 
 
 @pytest.mark.parametrize("more", [{}, {"labels": [7, -100, 3]}, {"segments": [4, 4, 9], "weight": [0.5, 1, 1]}])

@@ -175,3 +175,17 @@ def test_a_length_warm_up_is_refused_where_documents_must_stay_whole(run_yaml, t
     world = SimpleNamespace(shape=MeshShape(), data_rank=0, data_ranks=1)
     with pytest.raises(UserError, match=r"^data\.length_warmup: a warm-up splits documents, .*; remove the key$"):
         open_data(config, world, layout=layout_of(objective, config))
+
+
+@pytest.mark.parametrize("length", ["-1", "2.5", "None"])
+def test_a_dataset_without_a_number_of_samples(length, run_yaml, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "lengths_" + "".join(filter(str.isalnum, length))
+    (tmp_path / f"{name}.py").write_text(
+        f"class Own:\n    def __len__(self): return {length}\n    def __getitem__(self, i): return {{}}\n"
+    )
+    data = {"train": {"type": f"{name}:Own"}, "validation": None}
+    config = RunConfig.load(run_yaml("own.yaml", data=data, training={"steps": 9}))
+    with pytest.raises(UserError, match=rf"{name}:Own: its __len__ does not return a number of samples: "):
+        open_data(config, SimpleNamespace(shape=MeshShape(), data_rank=0, data_ranks=1))

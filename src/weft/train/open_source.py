@@ -30,10 +30,18 @@ def open_source(
         The dataset, and the token store's `StoreInfo` (None for a custom dataset).
 
     Raises:
-        UserError: the store is damaged, or does not have the documents, fields or samples that the objective needs.
+        UserError: the store is damaged, or does not have the documents, fields or samples that the objective needs; or
+            a custom dataset has no length.
     """
     if isinstance(chosen, DatasetSection):
-        return make_component(chosen, "dataset"), None
+        dataset = make_component(chosen, "dataset")
+        try:
+            len(dataset)
+        except (TypeError, ValueError) as error:  # Python's own, as for a length below 0
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # the method itself raised it
+            raise UserError(f"{chosen.type}: its __len__ does not return a number of samples: {error}") from None
+        return dataset, None
     other = next((name for name, declared in layout.fields.items() if not declared.per_document), None)
     if other is not None or layout.sequences > 1:
         need = f"samples of {layout.sequences} sequences" if other is None else f"the field {other!r}"

@@ -170,7 +170,7 @@ def _get_sample(dataset: Dataset, index: int, layout: Layout) -> dict[str, Any]:
         given = dataset[index]
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(*_describe_error(error, dataset, index)) from error
     if not isinstance(given, dict) or "tokens" not in given:
         raise UserError(f"{name}[{index}] is not a dict with 'tokens'; return a dict {{'tokens': integers [seq], ...}}")
@@ -184,7 +184,14 @@ def _get_sample(dataset: Dataset, index: int, layout: Layout) -> dict[str, Any]:
         raise UserError(
             f"{name}[{index}] has no {sorted(missing)[0]!r}, which the objective declares in `fields`; add this key"
         )
-    return given
+    return {key: _without_torch(value) for key, value in given.items()}
+
+
+def _without_torch(value: Any) -> Any:
+    """Returns what NumPy can read: a tensor without gradient, in a dtype that NumPy knows; other values as they are."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().float() if value.dtype == torch.bfloat16 else value.detach()
+    return value
 
 
 def _convert_together(given: Sequence[Mapping[str, Any]], layout: Layout) -> Arrays | None:
@@ -243,8 +250,8 @@ def with_defaults(given: Mapping[str, Any], lead: tuple[int, ...]) -> Arrays:
     for key, array in sample.items():
         if array.shape != tokens.shape:
             raise ValueError(f"{key} has shape {array.shape}, but tokens has {tokens.shape}")
-    if "weight" in given and not (sample["weight"] >= 0).all():
-        raise ValueError("every weight must be 0 or more")
+    if "weight" in given and not ((sample["weight"] >= 0) & (sample["weight"] < np.inf)).all():
+        raise ValueError("every weight must be 0 or more, and finite")
     if "segments" in sample:
         sample["segments"] = index_documents(sample["segments"])
     lowest = sample["tokens"].min()
@@ -268,7 +275,7 @@ def index_documents(segments: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros_like(segments[..., :1]), (steps != 0).cumsum(-1)], -1)
 
 
-def _describe_error(error: Exception, dataset: Dataset, index: int) -> tuple[str, str, int | None]:
+def _describe_error(error: BaseException, dataset: Dataset, index: int) -> tuple[str, str, int | None]:
     """Returns the message, file and line of a UserError for the exception that a dataset raised for sample `index`."""
     name = type(dataset).__name__
     frames = traceback.extract_tb(error.__traceback__)
