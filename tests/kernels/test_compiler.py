@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 
 from weft.kernels import compiler
@@ -68,11 +69,14 @@ print(sorted(name for name in torch._dynamo.utils.counters["inductor"] if "cache
 """
 
 
-def test_one_process_compiles_and_damaged_code_is_compiled_again(tmp_path):
-    """Damaged: files that a killed compiler wrote in part."""
+@pytest.mark.parametrize("variable", ["WEFT_CACHE", compiler.FOLDER])
+def test_one_process_compiles_and_damaged_code_is_compiled_again(variable, tmp_path):
+    """Damaged: files that a killed compiler wrote in part. Nothing is deleted in a folder that the user chose."""
+    (tmp_path / "own").write_text("")
 
     def run(processes: int) -> list[tuple[str, str]]:
-        environment = {**os.environ, compiler.FOLDER: str(tmp_path)}
+        environment = {name: value for name, value in os.environ.items() if name != compiler.FOLDER}
+        environment[variable] = str(tmp_path)
         options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started = [subprocess.Popen([sys.executable, "-c", PROGRAM], **options) for _ in range(processes)]
         found = [process.communicate() for process in started]
@@ -88,5 +92,9 @@ def test_one_process_compiles_and_damaged_code_is_compiled_again(tmp_path):
     for library in libraries:
         library.write_bytes(library.read_bytes()[:100])
     ((_, errors),) = run(1)
-    assert f"compiling failed, and starts again with an empty cache in {tmp_path}: " in errors
-    assert all(library.stat().st_size > 100 for library in tmp_path.rglob("*.so"))
+    again = next((tmp_path / "compiled").iterdir()) if variable == "WEFT_CACHE" else tmp_path / "weft" / "again"
+    assert f"compiling failed, and starts again with an empty cache in {again}: " in errors
+    assert all(library.stat().st_size > 100 for library in again.rglob("*.so"))
+    assert (tmp_path / "own").exists()
+    if variable == compiler.FOLDER:
+        assert all(library.stat().st_size == 100 for library in libraries)

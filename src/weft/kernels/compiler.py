@@ -90,7 +90,8 @@ def compile_once(graph: torch.fx.GraphModule, inputs: list[Any], *, options: dic
 
     No collective runs while a process compiles, so no process waits for one that waits for it. If compiling fails, code
     in the cache may be damaged, or the C++ compiler be too old for the processor: the cache is emptied, and the graph
-    compiled again. From then on, all processes test the vector instructions, which takes seconds.
+    compiled again. From then on, all processes test the vector instructions, which takes seconds. A folder that the
+    user chose is left as it is: its subfolder `weft/again` takes its place for the rest of the process.
     """
     folder = Path(os.environ[FOLDER]) if FOLDER in os.environ else None
     failed = folder / "weft" / "failed" if folder is not None else None
@@ -102,13 +103,14 @@ def compile_once(graph: torch.fx.GraphModule, inputs: list[Any], *, options: dic
         try:
             return compile_graph(graph, inputs, options or {}, test_vectors=failed is None or failed.exists())
         except Exception as error:
-            if folder is None or failed is None or not _empty(folder):
+            again = None if folder is None else _empty(folder) if _own(folder) else _beside(folder)
+            if again is None:
                 raise
             with suppress(OSError):
-                failed.parent.mkdir(exist_ok=True)
-                failed.touch()
+                (again / "weft").mkdir(parents=True, exist_ok=True)
+                (again / "weft" / "failed").touch()
             first = str(error).strip().splitlines() or [type(error).__name__]
-            log.warning("compiling failed, and starts again with an empty cache in %s: %s", folder, first[0])
+            log.warning("compiling failed, and starts again with an empty cache in %s: %s", again, first[0])
         forget_compiled_code()
         return compile_graph(graph, inputs, options or {}, test_vectors=True)
 
@@ -119,16 +121,33 @@ def _digest(graph: torch.fx.GraphModule, inputs: list[Any]) -> str:
     return hashlib.sha256(f"{graph.code} {shapes}".encode()).hexdigest()[:20]
 
 
-def _empty(folder: Path) -> bool:
-    """Empties a cache folder, once per process. Returns False if that was done before, or is not possible."""
+def _own(folder: Path) -> bool:
+    """Whether a cache folder is one that Weft or Inductor chose, not the user."""
+    with suppress(RuntimeError):  # there is no home directory
+        if folder.parent == cache_folder() / "compiled":
+            return True
+    return str(folder) == default_folder()
+
+
+def _beside(folder: Path) -> Path | None:
+    """Makes Inductor use the subfolder `weft/again` of a cache folder. Returns it; None if it is used already."""
+    again = folder / "weft" / "again"
+    if folder.parts[-2:] == again.parts[-2:]:
+        return None
+    os.environ[FOLDER] = str(again)
+    return again
+
+
+def _empty(folder: Path) -> Path | None:
+    """Empties a cache folder, once per process. Returns it; None if that was done before, or is not possible."""
     if folder in _EMPTIED:
-        return False
+        return None
     _EMPTIED.add(folder)
     old = partial_path(folder, f"damaged-{os.getpid()}")
     try:
         os.replace(folder, old)  # a new folder: others that compile into the old one fail, and start again, too
         folder.mkdir(mode=0o700)
     except OSError:
-        return False
+        return None
     shutil.rmtree(old, ignore_errors=True)
-    return True
+    return folder
