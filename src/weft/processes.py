@@ -1,9 +1,10 @@
-"""Helpers for processes: the launcher's environment variables, signal handlers, ending a process with its parent."""
+"""Helpers for processes: the launcher's variables, signal handlers, ending a process with its parent, the compiler."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -141,3 +142,8 @@ def process_exists(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def cpp_compiler() -> str | None:
+    """Returns the path of the C++ compiler that `torch.compile` runs for code of CPUs; None if there is none."""
+    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))

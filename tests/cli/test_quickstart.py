@@ -36,7 +36,7 @@ def test_from_the_standard_library_to_a_model_that_writes(tmp_path, monkeypatch,
     yaml = quickstart.RUN_YAML
     for before, after in (
         ("size: 96", "size: 64"),
-        ("compile: true", "compile: false"),
+        ("compile: {compile}", "compile: false"),
         ("tokens: 65536", "tokens: 8192"),
     ):
         assert before in yaml
@@ -84,3 +84,10 @@ def test_a_run_file_of_somebody_else_is_left_alone(fresh, tmp_path, monkeypatch,
     assert "run.yaml: not written by `weft quickstart`; choose another --directory" in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
     assert (tmp_path / "run.yaml").read_text() == "model: llama-tiny\n"
+
+
+def test_without_a_compiler_the_model_is_not_compiled(tmp_path, monkeypatch):
+    file = tmp_path / "run.yaml"
+    for compiler, value in (("/no/g++", "compile: false"), (sys.executable, "compile: true")):
+        monkeypatch.setenv("CXX", compiler)
+        assert value in quickstart.run_yaml(file, Path("home"), 20, part=4)

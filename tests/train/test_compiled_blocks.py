@@ -27,3 +27,11 @@ def test_equal_blocks_are_compiled_once(run_yaml, monkeypatch):
     attention = ("scaled_dot_product_attention", "blocked_attention")  # the second on some processors
     attending = [graph for graph in graphs if any(name in graph.code for name in attention)]
     assert len(attending) == 1
+
+
+def test_a_machine_without_a_compiler_is_named_in_one_line(run_yaml, monkeypatch, capfd):
+    monkeypatch.setenv("CXX", "/no/g++")
+    assert train(run_yaml(training={"steps": 9, "compile": True}, data={"validation": None}, log=QUIET)) == 2
+    said = capfd.readouterr().err
+    assert "training.compile: CXX=/no/g++ is no program; install g++, or set training.compile: false" in said
+    assert "Traceback" not in said

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from weft.files import replace_file
 from weft.formatting import amount, byte_size
+from weft.processes import cpp_compiler
 
 HELP = "train a small model on Python's standard library in a few minutes"
 GROUP = "start"
@@ -42,7 +43,7 @@ tokenizer: {tokenizer}
 data: {{train: {train}, validation: {heldout}, sequence_length: 256}}
 optimizer: {{type: muon, lr: 0.02, embedding_lr: 0.03, head_lr: 0.01, other_lr: 0.003}}
 schedule: {{type: wsd, warmup_steps: 20, decay_fraction: 0.6}}
-training: {{steps: {steps}, batch_tokens: 2048, micro_batch_size: 8, compile: true}}
+training: {{steps: {steps}, batch_tokens: 2048, micro_batch_size: 8, compile: {compile}}}
 validation: {{every: {part}, tokens: 65536, micro_batch_size: 32}}
 samples: {{prompts: ["\\n\\ndef "], every: {part}, max_new_tokens: 48, temperature: 0.6}}
 checkpoint: {{every: {part}, keep_last: 2}}
@@ -112,8 +113,9 @@ def run_yaml(yaml: Path, home: Path, steps: int, *, part: int) -> str:
         part: number of steps between validations, samples and checkpoints.
     """
     paths = {name: home / name for name in ("runs", "tokenizer", "train", "heldout")}
-    written = {name: yaml_text(str(path)) for name, path in paths.items()}
-    return RUN_YAML.format(name=yaml, written=FIRST_LINE, steps=steps, part=part, **written)
+    values = {name: yaml_text(str(path)) for name, path in paths.items()}
+    values["compile"] = "false" if cpp_compiler() is None else "true"
+    return RUN_YAML.format(name=yaml, written=FIRST_LINE, steps=steps, part=part, **values)
 
 
 def yaml_text(text: str) -> str:
@@ -192,6 +194,8 @@ def steps_for(minutes: float, home: Path) -> int:
     lines = run_yaml(trial, home, TRIAL_STEPS, part=10 * TRIAL_STEPS).splitlines(keepends=True)
     unused = ("validation:", "samples:")  # the trial measures steps only
     trial.write_text("".join(line for line in lines if not line.startswith(unused)), encoding="utf-8")
+    if cpp_compiler() is None:
+        log("no C++ compiler is installed, so the model is not compiled; with g++, it trains faster")
     log(f"\ntiming {TRIAL_STEPS} steps to see how many fit into {minutes:g} minutes")
     weft(
         "train",

@@ -21,6 +21,7 @@ from packaging.version import Version
 from weft.formatting import byte_size
 from weft.observe.manifest import hardware, versions
 from weft.plugins import load_reference
+from weft.processes import cpp_compiler
 from weft.torch_private import missing
 
 DISTRIBUTION = "weft-train"
@@ -107,7 +108,7 @@ def _has(backend: str) -> bool:
 def _compilers() -> dict[str, Any]:
     from torch.utils.cpp_extension import CUDA_HOME
 
-    compiler = os.environ.get("CXX") or next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
+    compiler = cpp_compiler()
     found = {"c++": _first_line(compiler, "--version") if compiler else None}
     nvcc = shutil.which("nvcc") or (f"{CUDA_HOME}/bin/nvcc" if CUDA_HOME else None)
     found["nvcc"] = _first_line(nvcc, "--version", last=True) if nvcc else None

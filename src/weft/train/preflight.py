@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from weft.headers import read_tokenizer_header
 from weft.kernels.flash import flash_usable
 from weft.kernels.masks import flex_usable
 from weft.models.trial import try_components
+from weft.processes import cpp_compiler
 from weft.train.auto_settings import DTYPES
 from weft.train.job import Job
 
@@ -73,15 +75,24 @@ def _digest(read: Callable[[], str]) -> str:
 
 
 def check_run(job: Job, *, verify: bool) -> None:
-    """Checks the token stores and the decoder of a run before it is built. All ranks call it.
+    """Checks the token stores, the decoder and the compiler of a run before it is built. All ranks call it.
 
     Args:
         verify: whether every byte of the stores is read.
     """
     for note in inherited_dropout_notices(job.config.origins):
         job.console.line(note)
+    job.world.agree(lambda: check_compiler(job))
     check_stores(job, complete=verify)
     check_decoder(job)
+
+
+def check_compiler(job: Job) -> None:
+    """Raises UserError if blocks are compiled for a CPU on a host without a C++ compiler."""
+    if job.config.training.compile and job.world.device.type == "cpu" and cpp_compiler() is None:
+        asked = os.environ.get("CXX")
+        missing = f"CXX={asked} is no program" if asked else "this machine has no C++ compiler"
+        raise UserError(f"training.compile: {missing}; install g++, or set training.compile: false")
 
 
 def check_stores(job: Job, *, complete: bool) -> None:
