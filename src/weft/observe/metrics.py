@@ -15,12 +15,15 @@ A line of samples has the text generated after one prompt: `{"step": 200, "promp
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
 
 from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
+
+log = logging.getLogger("weft")
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 # JSON has no NaN and no infinities; they are written as {"loss": null, "nonfinite": {"loss": "nan"}}
@@ -155,9 +158,13 @@ class JsonLines:
         self.last = step
 
     def keep_until(self, step: int) -> None:
-        """Removes the records after `step` atomically, because a resumed run repeats those steps."""
+        """Moves the records after `step`, which a resumed run repeats, to the log. The removal is atomic."""
         self._file.close()
-        self._open([record for record in read_lines(self.path) if record["step"] <= step])
+        records = read_lines(self.path)
+        for record in records:
+            if record["step"] > step:
+                log.info("removed from %s: %s", self.path.name, record)
+        self._open([record for record in records if record["step"] <= step])
 
     def close(self) -> None:
         """Closes the file. Can be called twice."""
