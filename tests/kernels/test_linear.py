@@ -38,6 +38,18 @@ def test_gradients_of_weights_can_be_left_to_mkl(monkeypatch, least, number):
     torch.testing.assert_close(weight.grad, grad.T @ x)
 
 
+@needs_onednn
+@pytest.mark.parametrize("least", [1, 10**6])
+def test_backward_within_autocast_follows_forward(monkeypatch, least):
+    monkeypatch.setattr(module, "LEAST_TRANSPOSED_WORK", least)
+    x, weight, grad = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+    out = linear(x, weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out.backward(grad)
+    torch.testing.assert_close(weight.grad, grad.T @ x.detach())
+    torch.testing.assert_close(x.grad, grad @ weight.detach())
+
+
 def error(found, expected):
     return ((found - expected).abs().max() / expected.abs().max()).item()
 

@@ -90,6 +90,7 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
+@torch.autocast("cpu", enabled=False)  # which the caller of backward can have enabled
 def _backward(ctx, grad):
     a, b = ctx.saved_tensors
     needed = ctx.needs_input_grad
