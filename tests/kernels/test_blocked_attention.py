@@ -74,6 +74,7 @@ def test_sliding_windows_are_those_of_float64(window, kv_heads):
     seen = torch.ones(300, 300, dtype=torch.bool).tril().triu(1 - window)
     expected = results(lambda *x: attention(*x, causal=True, mask=seen), given, dtype=torch.float64)
     found = results(lambda *x: attention(*x, causal=True, mask=mask), given)
+    assert OPERATOR in operators(lambda: attention(*given[:3], causal=True, mask=mask))
     for mine, right in zip(found, expected, strict=True):
         assert error(mine, right) < 0.007 if right.any() else not mine.any()
     wide = [x.double() for x in given[:3]]  # another kernel computes what this one does not
@@ -193,5 +194,7 @@ def test_backward_within_autocast_follows_forward():
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_operator_is_registered_correctly(batch):
     q, k, v, grad = tensors(batch, seq=140, kv_heads=2)
-    torch.library.opcheck(module.blocked_attention_backward, (grad, q, k, v, 0.25))
-    torch.library.opcheck(module.blocked_attention, (*(x.requires_grad_() for x in (q, k, v)), 0.25))
+    for more in ((), (9, torch.rand(4), 20.0)):  # a window, slopes and a soft cap
+        torch.library.opcheck(module.blocked_attention_backward, (grad, q, k, v, 0.25, *more))
+        leaves = (x.detach().requires_grad_() for x in (q, k, v))
+        torch.library.opcheck(module.blocked_attention, (*leaves, 0.25, *more))
