@@ -79,8 +79,8 @@ def attention_mask(
             return pattern_block_mask(pattern, seq, tokens.device)
         return sparse_block_mask(segments, None, pattern)
     one_mask = segments is None  # the same for all sequences of the batch
-    own = kind == "cpu" and dropout == 0 and built_in and pattern is None
-    if own and one_mask and not sinks and usable(tokens.device, dtype):
+    cpu_kernel = kind == "cpu" and dropout == 0 and built_in and pattern is None
+    if cpu_kernel and one_mask and not sinks and usable(tokens.device, dtype):
         return Window(window or seq)
     segments = torch.zeros_like(tokens) if segments is None else segments
     if alibi and slopes is not None:
@@ -91,7 +91,7 @@ def attention_mask(
         return pattern_mask(pattern, segments)
     if flex:
         return block_mask(segments, window)
-    if own and plain and window is None and slopes is None:
+    if cpu_kernel and plain and window is None and slopes is None:
         return segments
     return segment_mask(segments, window)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
 
+from weft.planner.parallelize.mesh import mesh_text
 from weft.planner.parallelize.placements import placement_text
 from weft.planner.parallelize.tables import Found, Search
 
@@ -25,15 +26,12 @@ def picture(search: Search, found: Found, stages: Sequence[tuple[str, Sequence[s
     for place, (step, strategy) in enumerate(zip(search.space.steps, found.strategies, strict=True)):
         axes = found.prices.chosen(place, strategy)
         states = [next((one for one in axis.outputs if one is not None), None) for axis in axes]
-        placements, moved = (
-            [state.forward[0] for state in states if state is not None],
-            any(axis.moved for axis in axes),
-        )
+        placements = [state.forward[0] for state in states if state is not None]
+        moved = any(axis.moved for axis in axes)
         if placements and (moved or step.kind not in ("enter", "leave")):
             rows.append((step, placements, moved))
     legend = [("replicated", "none"), *((f"dim {dim} split", str(dim)) for dim in range(4)), ("partial sum", "sum")]
-    setting = found.setting
-    mesh = f"dp {setting.dp} x tp {setting.tp}" + (f" x tp2 {setting.tp2}" if setting.tp2 > 1 else "")
+    mesh = mesh_text({"dp": found.setting.dp, "tp": found.setting.tp, "tp2": found.setting.tp2})
     height = (len(rows) + len(stages) + 2) * (HEIGHT + GAP) + 20
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + 40}" height="{height}" font-family="sans-serif" '
