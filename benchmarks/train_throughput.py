@@ -39,6 +39,7 @@ SEQUENCE = 256
 # (sequences a step; warm-up and measured steps in bf16, in fp32): a whole round in some ten minutes on 4 cores.
 PLAN = {"14m": (16, (2, 8), (2, 4)), "60m": (8, (2, 4), (1, 3))}
 DTYPES = ("bf16", "fp32")
+MODES = ("eager", "compiled")
 PEERS = {  # name in the table, program, which environment runs it
     "weft": ("Weft", "weft_trainer.py", "own"),
     "trainer": ("Hugging Face Trainer", "hf_trainer.py", "own"),
@@ -52,7 +53,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Training tokens/s of Weft and its peers.")
     parser.add_argument("--sizes", default="14m,60m", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--modes", default="eager,compiled")
+    parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--only", default=",".join(PEERS), help=f"of {', '.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=25, help="start no measurement after this many minutes")
@@ -70,7 +71,7 @@ def arguments() -> argparse.Namespace:
     for name, known in (
         ("sizes", SHAPES),
         ("dtypes", DTYPES),
-        ("modes", ("eager", "compiled")),
+        ("modes", MODES),
         ("only", PEERS),
     ):
         values = getattr(args, name).split(",")
@@ -237,7 +238,7 @@ def table(args: argparse.Namespace, found: dict) -> str:
         flops = flops_per_token(SHAPES[size], SEQUENCE)
         peak = found["matmul_peak_flops_per_second"][dtype]
         speeds, memory = {}, {}
-        for mode, peer in product(args.modes, args.only):
+        for mode, peer in product(MODES, PEERS):  # also what --add found, and this call does not measure
             runs = found["cells"].get(f"{size} {dtype} {mode} {peer}")
             if runs:
                 speeds[peer, mode] = rows * SEQUENCE / statistics.median(s for r in runs for s in r["seconds"])
@@ -262,7 +263,7 @@ def table(args: argparse.Namespace, found: dict) -> str:
                 f"| {f'{speed / trainer:.2f}' if trainer else '-'} | {f'{weft / speed:.2f}' if weft else '-'} "
                 f"| {memory[peer, mode] / 2**20:,.0f} |"
             )
-        best = {peer: max((s for (p, _), s in speeds.items() if p == peer), default=None) for peer in args.only}
+        best = {peer: max((s for (p, _), s in speeds.items() if p == peer), default=None) for peer in PEERS}
         if best.get("weft"):
             others = [f"{best['weft'] / s:.2f} x {PEERS[p][0]}" for p, s in best.items() if s and p != "weft"]
             if others:
