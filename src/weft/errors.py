@@ -81,11 +81,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_user_file(file: str) -> bool:
-    """Whether a source file is the user's code: not a file of Weft, Python, or an installed package."""
+    """Whether a source file is the user's code: not a file of Weft, Python, an installed package, or a compiler."""
     path = Path(file)
     if file.startswith("<") or {"site-packages", "dist-packages"} & set(path.parts):
         return False
     others = [Path(__file__).parent, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))]
+    if compiled := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        others.append(Path(compiled))  # where torch.compile writes the code that it generates
     return not any(path.resolve().is_relative_to(root.resolve()) for root in others)
 
 

@@ -1,5 +1,6 @@
 """The folder in which compiled code is kept."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -55,6 +56,18 @@ def test_a_folder_that_pytorch_itself_set_is_none_that_the_user_chose(monkeypatc
     program = f"import torch._dynamo, os; from weft.kernels.compiler import use_user_cache as use; use(); {SHOW}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.startswith(str(tmp_path)), done.stderr
+
+
+def test_a_cache_is_emptied_on_a_full_disk(monkeypatch, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "large").write_bytes(bytes(100))
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(compiler.Path, "mkdir", full)
+    assert compiler._empty(tmp_path / "cache") is None
+    assert not list(tmp_path.iterdir())
 
 
 SHOW = f"print(os.environ[{compiler.FOLDER!r}])"

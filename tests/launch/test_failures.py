@@ -10,6 +10,7 @@ import time
 import pytest
 from running import QUIET, train
 
+from weft.errors import is_user_file
 from weft.launch.failures import (
     custom_component_error,
     judge_failures,
@@ -165,3 +166,18 @@ def test_too_little_memory_is_one_line_and_the_traceback_is_logged(run_yaml, tmp
     torch_says = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1"
     assert "the GPU's memory has no space for another 20.00 GiB;" in out_of_resources(RuntimeError(torch_says))
     assert out_of_resources(RuntimeError("something else")) is None
+
+
+def test_a_disk_that_is_too_full_for_compiled_code_is_named(tmp_path, monkeypatch):
+    failed = type("CppCompileError", (RuntimeError,), {"__module__": "torch._inductor.exc"})
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    line = out_of_resources(failed("a.h: warning\nld: final link failed: No space left on device\n"))
+    assert line.startswith(f"{tmp_path}: No space left on device; free space, or set WEFT_CACHE to another folder")
+    assert out_of_resources(failed("ld: cannot find -lgomp")) is None
+
+
+def test_generated_code_is_not_custom_code(tmp_path, monkeypatch):
+    file = tmp_path / "ab" / "cabc.py"
+    assert is_user_file(str(file))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert not is_user_file(str(file))

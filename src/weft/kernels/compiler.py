@@ -146,8 +146,8 @@ def _empty(folder: Path) -> Path | None:
     old = partial_path(folder, f"damaged-{os.getpid()}")
     try:
         os.replace(folder, old)  # a new folder: others that compile into the old one fail, and start again, too
-        folder.mkdir(mode=0o700)
+        shutil.rmtree(old, ignore_errors=True)  # first, because the disk may be full
+        folder.mkdir(mode=0o700, exist_ok=True)
     except OSError:
         return None
-    shutil.rmtree(old, ignore_errors=True)
     return folder
