@@ -87,6 +87,7 @@ def test_validation_covers_every_sample_once(dataset, rows, ranks, limit):
         ({"tokens": [1, 2], "labels": [1]}, "labels"),
         ({"tokens": [1, 2], "mask": [1, 1]}, "'mask'"),
         ({"tokens": [1, 2], "positions": [0.0, 1.5]}, "positions must be integers, but their dtype is float64"),
+        ({"tokens": [1, 2], "positions": [-1, 0]}, "every position must be 0 or more"),
         ({"tokens": [1, -2]}, "-2 is neither a token id nor -100"),
         ({"tokens": [1, 2], "labels": [-1, 2]}, "-1 is neither a token id nor -100"),
         ({"tokens": [1, 2], "weight": [1, -1]}, "every weight must be 0 or more"),

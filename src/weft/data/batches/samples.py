@@ -252,6 +252,8 @@ def with_defaults(given: Mapping[str, Any], lead: tuple[int, ...]) -> Arrays:
             raise ValueError(f"{key} has shape {array.shape}, but tokens has {tokens.shape}")
     if "weight" in given and not ((sample["weight"] >= 0) & (sample["weight"] < np.inf)).all():
         raise ValueError("every weight must be 0 or more, and finite")
+    if "positions" in given and (sample["positions"] < 0).any():
+        raise ValueError("every position must be 0 or more")
     if "segments" in sample:
         sample["segments"] = index_documents(sample["segments"])
     lowest = sample["tokens"].min()
