@@ -33,6 +33,7 @@ quickstart: $(STAMP) ## train a small model on the standard library's sources (M
 	@.venv/bin/weft quickstart --minutes $(MINUTES)
 
 test: $(STAMP) ## run the tests on all cores (ARGS="tests/data -k pack" for some of them)
+	@.venv/bin/python -m compileall -q src # else, with PYTHONDONTWRITEBYTECODE, each of hundreds of processes compiles it
 	@.venv/bin/python -m pytest -q -n auto --dist loadgroup $(ARGS)
 
 test-parallel: $(STAMP) ## run the equivalence matrix: every mesh against one process (ARGS="-k tp2" for some of it)

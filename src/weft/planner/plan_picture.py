@@ -68,8 +68,8 @@ def plans_page(plans: RunPlans, on_front: Sequence[RunPlan], title: str) -> str:
     return render(
         "plan.html.j2",
         title=title,
-        plans=[(number, plan, mesh_text(plan)) for number, plan in enumerate(plans.best, 1)],
-        front=[(plan, mesh_text(plan)) for plan in on_front],
+        plans=[(number, plan, axes_text(plan)) for number, plan in enumerate(plans.best, 1)],
+        front=[(plan, axes_text(plan)) for plan in on_front],
         scatter=memory_and_time(plans, on_front),
         timeline=timeline_svg(plans.best[0]),
         byte_size=byte_size,
@@ -77,7 +77,7 @@ def plans_page(plans: RunPlans, on_front: Sequence[RunPlan], title: str) -> str:
     )
 
 
-def mesh_text(plan: RunPlan) -> str:
+def axes_text(plan: RunPlan) -> str:
     """Returns the axes of a plan with more than one rank."""
     return " ".join(f"{axis} {size}" for axis, size in plan.axes.items() if size > 1) or "one rank"
 
