@@ -102,6 +102,7 @@ def test_every_problem_is_reported_in_one_pass_in_order_of_lines():
     ("line", "said"),
     [
         ("learning_rate: 1e-3", "learning_rate: unknown key; did you mean 'optimizer.lr'?"),
+        ("adapter: {rank: 4}", "adapter.rank: unknown key; did you mean 'r'?"),
         ("modle: gpt2", "modle: unknown key; did you mean 'model'?"),
         ("batch_size: 8", "batch_size: unknown key; did you mean 'training.batch_tokens'?"),
         ("seed: 8", "seed: unknown key; did you mean 'run.seed'?"),

@@ -111,6 +111,11 @@ TOKENS = np.arange(6).reshape(3, 2)
         ({"tokens": TOKENS, "a": TOKENS[:, :1]}, Layout({"a": Field(seq_dim=0)}, 3), "dimension 1 must have 2 tokens"),
         ({"tokens": [1, 2], "b": 1, "a": 1}, Layout({"a": Field()}), "unknown key 'b'"),
         ({"tokens": [1, 2], "labels": [2, 9]}, Layout(vocab_size=9), "Given[5] has the id 9 in its labels; ids must"),
+        (
+            {"tokens": [1, 2], "positions": [0, 16]},
+            Layout(max_position_embeddings=16),
+            "Given[5] has the position 16 in its positions; positions must be 0 to 15",
+        ),
         ({"tokens": [1, -2]}, Layout(), "-2 is neither a token id"),
     ],
 )

@@ -167,11 +167,11 @@ def error_message(errors: tuple[FieldError, ...]) -> str:
 
 
 def _kinds_beside_a_literal(field: FieldInfo | None) -> list[Any]:
-    """Returns the types of a field that takes certain words or a number or truth value; [] for any other field."""
+    """Returns the types of a field that takes certain words or a number, truth value or list; [] for other fields."""
     kinds = [] if field is None else [kind for kind in get_args(field.annotation) if kind is not NoneType]
     plain = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds]
     literal = any(get_origin(kind) is Literal for kind in kinds)
-    return kinds if literal and any(kind in (bool, int, float) for kind in plain) else []
+    return kinds if literal and any(kind in (bool, int, float) or get_origin(kind) is list for kind in plain) else []
 
 
 def _must_be(error: FieldError) -> str:

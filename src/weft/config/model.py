@@ -169,9 +169,9 @@ class ModelSection(Section):
     """Number by which the output of each residual branch is multiplied."""
     logits_scaling: float = Field(1.0, gt=0)
     """Number by which the output logits are divided."""
-    attn_logit_softcapping: float | None = Field(None, gt=0)
+    attn_logit_softcapping: float | None = Field(None, ge=1e-3)
     """Cap of the attention logits: x becomes cap * tanh(x / cap). Default: none."""
-    logit_softcap: float | None = Field(None, gt=0)
+    logit_softcap: float | None = Field(None, ge=1e-3)
     """Cap of the output logits: x becomes cap * tanh(x / cap). Default: none."""
 
     attention_dropout: float = Field(0.0, ge=0, lt=1)

@@ -101,6 +101,10 @@ _OTHER_NAMES = {
     "parallel.stages_per_rank": "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage",
     "parallel.stage_layers": "pipeline_parallel_split_points num_layers_per_stage",
     "samples.prompts": "prompts",
+    "adapter.r": "rank lora_r lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "target_modules lora_target",
 }
 ELSEWHERE = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 # Keys of earlier versions -> their current names.

@@ -101,7 +101,7 @@ class TrainingSection(Section):
     finds a bad step up to N steps after its update: `skip` and float16 are refused, `stop` ends without a new
     checkpoint, and callbacks see the loss that was last read (docs/performance.md).
     """
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=1024)
     """Number of CPU threads per rank. Default: `OMP_NUM_THREADS`, or the usable cores divided by the local ranks."""
     determinism: Literal["exact", "order"] | None = None
     """What is equal when a run is repeated (docs/reproducibility.md). `exact`: the losses, bit for bit, on one mesh and

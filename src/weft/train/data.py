@@ -122,8 +122,10 @@ def layout_of(objective: object, config: RunConfig) -> Layout:
     # The size of noise, and which token is a document's last, depend on the number of tokens.
     separate = bool(getattr(objective, "embedding_noise", 0.0)) or last_tokens
     fields = {**fields, **dict.fromkeys(computed, Field(dtype="float64", per_document=True))}
-    vocab_size = getattr(config.model, "vocab_size", None)
-    return Layout(fields, sequences, vocab_size, weigh_documents, separate, kind, computed, last_tokens)
+    positions, size = None, getattr(config.model, "vocab_size", None)
+    if isinstance(config.model, ModelSection) and config.model.position == "learned":
+        positions = config.model.max_position_embeddings
+    return Layout(fields, sequences, size, weigh_documents, separate, kind, computed, last_tokens, positions)
 
 
 def open_data(config: RunConfig, world: World, console: Console | None = None, layout: Layout = PLAIN) -> Data:

@@ -195,6 +195,6 @@ def _separate(arrays: Arrays, given: Mapping[str, Any]) -> None:
 
 
 def _check_ids(arrays: Arrays, layout: Layout) -> None:
-    if (found := first_invalid_id(arrays, layout.vocab_size)) is not None:
-        key, place, allowed = found
-        raise UserError(f"the batch has the id {arrays[key][place]} in its {key}, sequence {place[0]}; {allowed}")
+    if (found := first_invalid_id(arrays, layout)) is not None:
+        place, what, allowed = found
+        raise UserError(f"the batch has {what}, sequence {place[0]}; {allowed}")

@@ -92,6 +92,7 @@ class Layout:
         sequences: number of sequences per sample: 2 for a pair, more for a group. The sequences are adjacent in a batch
             and never separated.
         vocab_size: size of the vocabulary; None if unknown. All ids must be less than the size.
+        max_position_embeddings: size of a learned table of positions, and None without one. All positions must be less.
         weigh_documents: whether the weights of a document's tokens are divided by their sum (`Batch.weigh_documents`).
         separate_padding: whether padding on the right gets a segment of its own, as padding on the left always does, so
             that it does not count as tokens of the document.
@@ -108,6 +109,7 @@ class Layout:
     data: str = "text"
     computed: tuple[str, ...] = ()
     last_tokens: bool = False
+    max_position_embeddings: int | None = None
 
     @property
     def lead(self) -> tuple[int, ...]:

@@ -128,38 +128,42 @@ def check_same_shape(subject: str, key: str, array: np.ndarray, other: np.ndarra
 
 
 def _check_ids(dataset: Dataset, indices: np.ndarray, arrays: Arrays, layout: Layout) -> Arrays:
-    """Checks the ids of samples (see `first_invalid_id`), and returns `arrays`.
+    """Checks the ids and positions of samples (see `first_invalid_id`), and returns `arrays`.
 
     Raises:
-        UserError: an id is outside the vocabulary; the message names its sample.
+        UserError: an id is outside the vocabulary, or a position outside the table; the message names its sample.
     """
-    if (found := first_invalid_id(arrays, layout.vocab_size)) is not None:
-        key, place, allowed = found
-        name = f"{type(dataset).__name__}[{indices[place[0]]}]"
-        raise UserError(f"{name} has the id {arrays[key][place]} in its {key}; {allowed}")
+    if (found := first_invalid_id(arrays, layout)) is not None:
+        place, what, allowed = found
+        raise UserError(f"{type(dataset).__name__}[{indices[place[0]]}] has {what}; {allowed}")
     return arrays
 
 
-def first_invalid_id(arrays: Arrays, vocab_size: int | None) -> tuple[str, tuple[int, ...], str] | None:
-    """Finds the first id outside the vocabulary. Sets the weight of ignored labels (-100) to 0.
+def first_invalid_id(arrays: Arrays, layout: Layout) -> tuple[tuple[int, ...], str, str] | None:
+    """Finds the first id outside the vocabulary, or the first position outside the table of positions. Sets the weight
+    of ignored labels (-100) to 0.
 
     The check is on the CPU, because an invalid id would crash a GPU kernel.
 
     Returns:
-        Key of the array ("tokens" or "labels"), index of the id, and a text that says which ids are allowed; None if
-        all ids are valid.
+        Index of the id, a text that names it and its array, and a text that says which are allowed; None if all are
+        valid.
     """
-    limit = vocab_size or 2**63  # as unsigned numbers, negative ids are above every limit
-    for key in ("tokens", "labels"):
+    checked = [("tokens", "vocab_size"), ("labels", "vocab_size")]
+    if layout.max_position_embeddings is not None:
+        checked.append(("positions", "max_position_embeddings"))
+    for key, setting in checked:
+        size = getattr(layout, setting)
+        limit = size or 2**63  # as unsigned numbers, negative ids are above every limit
         if key not in arrays or not (wrong := arrays[key].astype(np.int64, copy=False).view(np.uint64) >= limit).any():
             continue
         if key == "labels" and (ignored := arrays[key] == IGNORED).any():
             arrays["weight"][ignored] = arrays[key][ignored] = 0
             wrong &= ~ignored
         if wrong.any():
-            size = vocab_size
-            allowed = f"ids must be 0 to {size - 1} (model.vocab_size is {size})" if size else "ids must be 0 or more"
-            return key, tuple(np.argwhere(wrong)[0]), allowed
+            place, kind = tuple(np.argwhere(wrong)[0]), "position" if key == "positions" else "id"
+            allowed = f"0 to {size - 1} (model.{setting} is {size})" if size else "0 or more"
+            return place, f"the {kind} {arrays[key][place]} in its {key}", f"{kind}s must be {allowed}"
     return None
 
 
