@@ -172,7 +172,9 @@ def test_a_disk_that_is_too_full_for_compiled_code_is_named(tmp_path, monkeypatc
     failed = type("CppCompileError", (RuntimeError,), {"__module__": "torch._inductor.exc"})
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     line = out_of_resources(failed("a.h: warning\nld: final link failed: No space left on device\n"))
-    assert line.startswith(f"{tmp_path}: No space left on device; free space, or set WEFT_CACHE to another folder")
+    assert line.startswith(
+        f"{tmp_path}: No space left on device; free space, or set TORCHINDUCTOR_CACHE_DIR to another folder"
+    )
     assert out_of_resources(failed("ld: cannot find -lgomp")) is None
 
 

@@ -61,7 +61,7 @@ def test_keep_until_takes_back_later_steps_and_goes_on(tmp_path, caplog):
     metrics = MetricsFile(tmp_path)
     metrics.keep_until(4)
     assert (tmp_path / "metrics.jsonl").read_bytes().splitlines() == before[:4]
-    removed = [f"removed from metrics.jsonl: {{'step': {step}, 'loss': {step / 3}}}" for step in (5, 6, 7)]
+    removed = [f'removed from metrics.jsonl: {{"step": {step}, "loss": {step / 3}}}' for step in (5, 6, 7)]
     assert caplog.messages == removed  # the only record of what a rollback takes back
     metrics.write({"step": 5, "loss": 9.0})
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]

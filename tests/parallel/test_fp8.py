@@ -2,20 +2,26 @@
 
 import logging
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from compare import Run
-from fp8_parts import fit_emulating
+from fp8_parts import fit_emulating, gathered
 from matrix import MODELS, Case, ranks_of, write_run
 from running import QUIET, losses, train
 
+from weft.config.mesh import mesh_shape
 from weft.config.model import ModelSection
+from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.models.build import build_model
 from weft.models.initialize import initialize
 from weft.parallel.fp8 import raise_unless_usable, round_rows, use_fp8
+from weft.parallel.model_state import model_plan
+from weft.train.frozen_fit import Source
+from weft.train.frozen_sources import frozen_plan
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -124,6 +130,23 @@ def test_weights_of_products_by_rows_are_gathered_in_8_bits(runner, torchao):
     saved = sum(rows * columns - 2 * rows for rows, columns in shapes)
     gathers = 3 * 2 * (4 + 3)  # steps x micro-batches x blocks in forward, and all but the last again in backward
     assert gathers * saved in {whole[group] - sent[group] for group in whole}
+
+
+def test_other_parameters_of_a_unit_are_gathered_as_they_are(runner, torchao):
+    for seen, whole, (root, block) in runner.pool.call(gathered, 2, seconds=120):
+        assert torch.equal(seen["sinks"], whole["sinks"])  # of a layer that has children
+        assert torch.equal(seen["wide"], whole["wide"])  # sharded over its second dimension
+        numbers, factors = round_rows(whole["proj.weight"])
+        assert torch.equal(seen["proj.weight"], numbers.to(torch.bfloat16) * factors)
+        assert not torch.equal(seen["proj.weight"], whole["proj.weight"])
+        assert ("8 bits" in root, "8 bits" in block) == (False, True)
+
+
+def test_a_frozen_start_rounds_as_the_trained_model(runner):
+    config = RunConfig.load(write_run(runner.folder, Case("dense", "plain", {}), steps=1, name="start"))
+    plan, shape = replace(model_plan(config), fp8="rowwise"), mesh_shape(config.parallel, 1)
+    for start, fp8 in ((True, "rowwise"), (False, False)):
+        assert frozen_plan(config, plan, Source("reference", config.model, None, start), shape).fp8 == fp8
 
 
 def test_a_device_without_them_is_refused(run_yaml, capsys):

@@ -309,7 +309,7 @@ def test_weights_of_products_by_rows_are_gathered_in_half_of_the_time(run):
         hardware = load_hardware("h100-sxm")
         [stage] = Job(run(8, *overrides, f"training.fp8={fp8}"), 8, hardware).stages()
         found[fp8] = stage.units[0].gather, stage.root.gather
-    assert 0.4 < found["rowwise"][0] / found["true"][0] < 1
+    assert 0.4 < found["rowwise"][0] / found["true"][0] < 0.9
     assert found["rowwise"][1] == found["true"][1]
 
 

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"cannot be created: {error.strerror}; choose another --directory", home) from None
 
-    if yaml.exists() and FIRST_LINE not in yaml.read_text(encoding="utf-8", errors="replace"):
+    if yaml.is_file() and FIRST_LINE not in yaml.read_text(encoding="utf-8", errors="replace"):
         raise UserError("not written by `weft quickstart`; choose another --directory", yaml)
     train_files, held_out_files = split_library(home)
     log(f"corpus: Python's standard library, {len(train_files):,} files for training, {len(held_out_files):,} held out")
@@ -115,7 +115,7 @@ def run_yaml(yaml: Path, home: Path, steps: int, *, part: int) -> str:
     paths = {name: home / name for name in ("runs", "tokenizer", "train", "heldout")}
     values = {name: yaml_text(str(path)) for name, path in paths.items()}
     values["compile"] = "false" if cpp_compiler() is None else "true"
-    return RUN_YAML.format(name=yaml, written=FIRST_LINE, steps=steps, part=part, **values)
+    return RUN_YAML.format(name=quoted(str(yaml)), written=FIRST_LINE, steps=steps, part=part, **values)
 
 
 def yaml_text(text: str) -> str:

@@ -99,7 +99,7 @@ def out_of_resources(error: Exception) -> str | None:
         return f"{where}{error.strerror}; free space and run the same command again"
     if type(error).__module__.startswith("torch._") and (full := os.strerror(errno.ENOSPC)) in what:
         where = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "the compiler's cache")
-        return f"{where}: {full}; free space, or set WEFT_CACHE to another folder, and run the same command again"
+        return f"{where}: {full}; free space, or set TORCHINDUCTOR_CACHE_DIR to another folder, and run it again"
     if not is_out_of_memory(error):
         return None
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)|[Uu]nable to allocate ([\d.]+ \w+)", what)

@@ -163,7 +163,7 @@ class JsonLines:
         records = read_lines(self.path)
         for record in records:
             if record["step"] > step:
-                log.info("removed from %s: %s", self.path.name, record)
+                log.info("removed from %s: %s", self.path.name, json.dumps(record))
         self._open([record for record in records if record["step"] <= step])
 
     def close(self) -> None:

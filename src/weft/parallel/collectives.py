@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from weft import torch_private as private
 
 # Not differentiable: gathers a tensor of each rank into one. PyTorch 2.13 has a new name for it.
-GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def all_gather(x: torch.Tensor, dim: int, group: ProcessGroup, *, replicated: bool = False) -> torch.Tensor:

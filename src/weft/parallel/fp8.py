@@ -8,7 +8,7 @@ column that the product sums over; all factors are rounded to e4m3, and FSDP2 ga
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -109,16 +109,16 @@ class AllGatherInFP8:
     in 16 bits. ZeRO++ (Wang et al., 2023) gathers blocks of numbers in 8-bit integers.
 
     Args:
-        parameters: of the unit, in the order of its modules and before FSDP2 shards them.
+        parameters: parameter of the unit, before FSDP2 shards it -> whether FSDP2 shards dimension 0, in FSDP2's order.
         rounded: the weights that are gathered in 8 bits.
         ranks: number of ranks over which FSDP2 shards.
         compile: whether rounding is compiled.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], rounded: set[nn.Parameter], ranks: int, *, compile: bool = False
+        self, parameters: Mapping[nn.Parameter, bool], rounded: set[nn.Parameter], ranks: int, *, compile: bool = False
     ):
-        self.parts = tuple(_part(parameter, parameter in rounded, ranks) for parameter in parameters)
+        self.parts = tuple(_part(p, p in rounded, ranks, by_rows=by_rows) for p, by_rows in parameters.items())
         self.size = sum(part.size for part in self.parts)
         self.encode, self.decode = (compiled(_encode), compiled(_decode)) if compile else (_encode, _decode)
 
@@ -134,17 +134,19 @@ class AllGatherInFP8:
         With `reshard_after_forward: N`, backward gathers parts of parameters that forward had rounded: in 16 bits.
         """
         if input_tensor.dtype != torch.bfloat16 or input_tensor.numel() != self.size:
-            collectives.GATHER(output_tensor, input_tensor, group=group)
+            collectives.ALL_GATHER(output_tensor, input_tensor, group=group)
             return
         sent = self.encode(input_tensor, self.parts)
         received = sent.new_empty(group.size() * sent.numel())
-        collectives.GATHER(received, sent, group=group)
+        collectives.ALL_GATHER(received, sent, group=group)
         self.decode(received.view(group.size(), -1), output_tensor.view(group.size(), -1), self.parts)
 
 
-def _part(parameter: nn.Parameter, rounded: bool, ranks: int) -> _Part:
-    """Returns the part of a parameter, whose shards FSDP2 pads to the same number of rows."""
+def _part(parameter: nn.Parameter, rounded: bool, ranks: int, *, by_rows: bool) -> _Part:
+    """Returns the part of a parameter. Along dimension 0, FSDP2 pads all shards to the same number of rows."""
     shape = local(parameter).shape
+    if not by_rows:
+        return _Part(1, shape.numel() // ranks, False)
     rows = -(-shape[0] // ranks)
     columns = shape[1:].numel()
     return _Part(rows, columns, rounded)
@@ -157,7 +159,8 @@ def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         The rounded matrix in e4m3, and the factor of each row to multiply it with, in bfloat16.
     """
     weight = weight.float()
-    scale = torch.finfo(E4M3).max / weight.abs().amax(-1, keepdim=True).clamp(min=LEAST)
+    largest = weight.abs().amax(-1, keepdim=True).double()  # as in torchao: compiled division in float32 is not exact
+    scale = (torch.finfo(E4M3).max / largest.clamp(min=LEAST)).float()
     scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)  # rounded down to a power of two
     return (weight * scale).to(E4M3), scale.reciprocal().to(torch.bfloat16)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from weft.config.nearest_mesh import divisors
-from weft.parallel.collectives import GATHER
+from weft.parallel.collectives import ALL_GATHER
 from weft.parallel.ranks import all_gather_object
 from weft.planner.hardware import Collective, MeasuredCollective
 from weft.planner.measure import call_seconds, lower_quartile, synchronize
@@ -26,7 +26,7 @@ from weft.planner.measure import call_seconds, lower_quartile, synchronize
 KINDS: tuple[Collective, ...] = get_args(Collective)
 SIZES = {"cpu": tuple(4**power for power in range(5, 13)), "cuda": tuple(4**power for power in range(6, 15))}  # bytes
 CHUNKS = 5  # a measurement is the lower quartile of the mean seconds of this many chunks of calls
-# PyTorch 2.13 has new names for two collectives; see `collectives.GATHER`.
+# PyTorch 2.13 has new names for two collectives; see `collectives.ALL_GATHER`.
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 LEAST_LATENCY = 0.1  # microseconds; hardware files need a positive number
 FASTEST = 1e5  # GB/s, the most that hardware files accept
@@ -132,7 +132,7 @@ def _collective(kind: Collective, size: int, group: dist.ProcessGroup, device: t
     full, other = (torch.zeros(count, device=device) for _ in range(2))
     part = torch.zeros(count // ranks, device=device)
     if kind == "all_gather":
-        return lambda: GATHER(full, part, group=group)
+        return lambda: ALL_GATHER(full, part, group=group)
     if kind == "reduce_scatter":
         return lambda: REDUCE_SCATTER(part, full, group=group)
     if kind == "all_reduce":

@@ -221,12 +221,13 @@ class Job:
         total = work.parameters + work.expert_parameters
         trained = self.trained and total > 0
         width = self.gathered_width if kind == "block" else self.width
+        again = width if self.again == fsdp else self.width
         return Unit(
             passes,
             forward,
             backward,
-            gather=self._over_fsdp("all_gather", work, width, fsdp),
-            gather_again=self._over_fsdp("all_gather", work, width if self.again == fsdp else self.width, self.again),
+            gather=self._over_fsdp("all_gather", work, width, fsdp, self.width),
+            gather_again=self._over_fsdp("all_gather", work, again, self.again, self.width),
             reduce=self._over_fsdp("reduce_scatter", work, self.reduce_width, fsdp) if trained else 0.0,
             replicate=self._replicate(local) if trained else 0.0,
             copies=self._copies(work),
@@ -238,10 +239,10 @@ class Job:
             local=local,
         )
 
-    def _over_fsdp(self, kind, work: Work, width: int, group: Group) -> float:
+    def _over_fsdp(self, kind, work: Work, width: int, group: Group, experts_width: int | None = None) -> float:
         """Returns the seconds of all-gathering or reducing parameters; those of experts have a group of their own."""
         seconds = self.links.seconds(kind, work.parameters * width, group)
-        experts, wide = self.groups["efsdp"], self.width if width == 1 else width  # experts are not sent in 8 bits
+        experts, wide = self.groups["efsdp"], width if experts_width is None else experts_width
         if self.parallel.offload == "parameters":
             seconds += work.parameters * self.state / group.ranks / (self.hardware.host.to_device_gb_s * 1e9)
         return seconds + self.links.seconds(kind, work.expert_parameters * wide, experts)

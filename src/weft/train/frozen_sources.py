@@ -271,7 +271,7 @@ def frozen_plan(config: RunConfig, plan: ModelPlan, source: Source, shape: MeshS
         activation_checkpointing="none",
         only_rows_from=None,
         freeze=(),
-        fp8=plan.fp8 and source.start,
+        fp8=plan.fp8 if source.start else False,
         qat=plan.qat if source.start else None,
         adapter=source.adapter,
         frozen=True,

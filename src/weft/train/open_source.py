@@ -37,7 +37,7 @@ def open_source(
         dataset = make_component(chosen, "dataset")
         try:
             len(dataset)
-        except (TypeError, ValueError) as error:  # Python's own, as for a length below 0
+        except (TypeError, ValueError, OverflowError) as error:  # Python's own, as for a length below 0
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise  # the method itself raised it
             raise UserError(f"{chosen.type}: its __len__ does not return a number of samples: {error}") from None

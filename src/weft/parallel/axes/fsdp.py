@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -177,12 +178,21 @@ def _gather_in_fp8(unit: list[nn.Module], ranks: int, state: ModelState) -> AllG
     """Returns the all-gather of a unit with `fp8: rowwise`; None if it has no such weights. Assumes that units within
     `unit` are already sharded.
     """
-    modules = [module for one in unit for module in one.modules()]
-    inner = {below for one in modules if isinstance(one, FSDPModule) for below in one.modules()}
-    own = [parameter for module in modules if module not in inner for parameter in module.parameters(recurse=False)]
-    parameters = [parameter for parameter in dict.fromkeys(own) if parameter.ndim]  # FSDP2 ignores scalars
-    rows = {p for one in unit for p in weights_of_rows(one) if shard_dim(ranks, p) is None}
-    return AllGatherInFP8(parameters, rows, ranks, compile=bool(state.plan.compile)) if rows else None
+    seen: set[nn.Module] = set()
+    modules = [module for one in unit for module in _managed_modules(one, seen)]
+    own = [p for module in modules for p in module.parameters(recurse=False) if p.ndim]  # FSDP2 ignores scalars
+    by_rows = {p: shard_dim(ranks, p) is None for p in own}
+    rounded = {p for one in unit for p in weights_of_rows(one) if by_rows.get(p)}
+    return AllGatherInFP8(by_rows, rounded, ranks, compile=bool(state.plan.compile)) if rounded else None
+
+
+def _managed_modules(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yields the modules of a unit in the order of FSDP2's buffers: children first, without units within it."""
+    seen.add(module)
+    for child in module.children():
+        if child not in seen and not isinstance(child, FSDPModule):
+            yield from _managed_modules(child, seen)
+    yield module
 
 
 class SingleRankReduceScatter:
