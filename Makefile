@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-parallel test-parallelize test-generation fuzz chaos serve-check export-check lint format package-check bench bench-data bench-models bench-parallel bench-tuning bench-serve docs site gpu-check clean
+.PHONY: help install quickstart test test-long test-parallel test-parallelize test-generation fuzz chaos serve-check export-check lint format package-check bench bench-data bench-models bench-parallel bench-tuning bench-serve docs site gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ quickstart: $(STAMP) ## train a small model on the standard library's sources (M
 test: $(STAMP) ## run the tests on all cores (ARGS="tests/data -k pack" for some of them)
 	@.venv/bin/python -m compileall -q src # else, with PYTHONDONTWRITEBYTECODE, each of hundreds of processes compiles it
 	@.venv/bin/python -m pytest -q -n auto --dist loadgroup $(ARGS)
+
+test-long: $(STAMP) ## run what `make test` leaves out of its own tests because it takes minutes (ARGS="-k resume" for some of it)
+	@.venv/bin/python -m pytest -q -n auto --dist loadgroup -m long -o faulthandler_timeout=1200 $(ARGS)
 
 test-parallel: $(STAMP) ## run the equivalence matrix: every mesh against one process (ARGS="-k tp2" for some of it)
 	@.venv/bin/python -m pytest -q -n 2 -m "matrix or not matrix" -o faulthandler_timeout=1200 tests/parallel $(ARGS)
