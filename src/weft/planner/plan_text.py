@@ -12,7 +12,7 @@ from weft.config.inherit import read_tree
 from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
-from weft.formatting import amount, byte_size, counted, timing
+from weft.formatting import amount, byte_size, counted, duration, timing
 from weft.planner.candidates import PLANNED
 from weft.planner.hardware import Hardware
 from weft.planner.plan import RunPlan, RunPlans, capacity, part_name
@@ -55,8 +55,8 @@ def _row(number: int, plan: RunPlan) -> list[str]:
 
 
 def days_text(days: float) -> str:
-    """Returns a number of days with four digits, and at least all of its integer part."""
-    return f"{days:,.0f}" if days >= 1000 else f"{days:.4g}"
+    """Returns a number of days with four digits, and at least all of its integer part; `< 0.01` below that."""
+    return "< 0.01" if days < 0.01 else f"{days:,.0f}" if days >= 1000 else f"{days:.4g}"
 
 
 def _short(value: Any) -> str:
@@ -81,9 +81,9 @@ def _details(plan: RunPlan, hardware: Hardware) -> list[str]:
     lines.append(f"  step        {timing(predicted.step_seconds)}, {predicted.samples_per_second:,.4g} sequences/s")
     lines += _parts({part_name(name): value for name, value in predicted.parts.items()}, timing)
     if costs:
-        run = (
-            f"{counted(plan.steps or 0, 'step')}, {days_text(costs['days'])} days, {amount(round(costs['gpu_hours']))}"
-        )
+        days, hours = costs["days"], costs["gpu_hours"]
+        time = duration(days * 86_400) if days < 1 else f"{days_text(days)} days"
+        run = f"{counted(plan.steps or 0, 'step')}, {time}, {amount(round(hours)) if hours >= 10 else f'{hours:.2g}'}"
         price = f", price {costs['price']:,.0f}" if "price" in costs else ""
         lines.append(f"  run         {run} device-hours, {costs['energy_mwh']:,.4g} MWh of the devices{price}")
     return lines
