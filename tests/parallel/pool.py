@@ -93,7 +93,9 @@ class Pool:
         context.set_forkserver_preload([Path(__file__).stem, *IMPORTS])
         case = _Case(self.folder, [], [])
         try:
-            with _environ(**ENVIRONMENT):
+            # Here the fork server finds this file and `warm`: it is told our sys.path, and does not use it.
+            paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+            with _environ(PYTHONPATH=paths, **ENVIRONMENT):
                 for rank in range(ranks):
                     ours, theirs = context.Pipe()
                     case.processes.append(context.Process(target=_be, args=(theirs, rank, self.folder), daemon=True))

@@ -1,16 +1,31 @@
-"""Loads a config when the fork server imports it, so that no rank has to build pydantic's models of the sections."""
+"""Trains two steps when the fork server imports it: ranks are born with what a first run imports, builds and compiles.
+
+That is half of what a short run costs a process: pydantic's models of the sections, the report's template, the sources
+of classes that checks of the config read, and imports. The fake process group starts no thread, which a fork would
+lose, and the run's end clears what PyTorch knows of its mesh.
+"""
 
 import contextlib
+import io
 import tempfile
+import threading
 from pathlib import Path
 
-from weft.config.run import RunConfig
-from weft.errors import UserError
+import torch
+from matrix import Case, write_run
 
-with tempfile.TemporaryDirectory() as _folder, contextlib.suppress(UserError):  # there is no such store
-    _file = Path(_folder) / "run.yaml"
-    _file.write_text(
-        "run: {name: warm}\nmodel: {preset: llama-tiny, vocab_size: 512}\ntraining: {steps: 30, batch_tokens: 256}\n"
-        "data: {train: store, sequence_length: 32}\nobjective: {type: sft}\nadapter: {r: 2}\nparallel: {dp_shard: 1}\n"
-    )
-    RunConfig.load(_file)
+from weft.config.run import RunConfig
+from weft.observe.flops import Peak
+from weft.train import recorder
+from weft.train.trainer import Trainer
+
+recorder.device_peak = lambda device, dtype: Peak(1e12, "made up by a test")  # else half a second of measuring
+with tempfile.TemporaryDirectory() as _folder:
+    _config = RunConfig.load(write_run(Path(_folder), Case("moe", "everything"), steps=2))
+    if not torch.backends.cuda.is_built():  # a process that has looked for a GPU cannot be forked
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        with contextlib.redirect_stderr(io.StringIO()):
+            Trainer(_config).fit()
+        assert threading.active_count() == 1
