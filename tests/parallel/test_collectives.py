@@ -113,22 +113,24 @@ def size_of_rest(ranks, tp=1):
 
 
 def fsdp(axis, ranks, *, tp=1, micro=1, reshard=True, every=False, unit=1, item=FLOAT32, summed=FLOAT32, moe=False):
-    """Units of layers and the rest: gathered for forward, all but the rest and the last unit anew for backward."""
+    """Units of layers, the embedding, the head and the last norm: gathered for forward, all layers but the last unit
+    anew for backward.
+    """
     units, in_last = math.ceil(LAYERS / unit), (LAYERS - 1) % unit + 1
     layer = size_of_layer(ranks, tp, moe)
     whole, anew = LAYERS * layer + size_of_rest(ranks, tp), (LAYERS - in_last) * layer
     gathers, sums = micro if reshard else 1, micro if every else 1
     return {
-        ("forward", "all_gather", axis): ((units + 1) * gathers, whole * item * gathers),
+        ("forward", "all_gather", axis): ((units + 3) * gathers, whole * item * gathers),
         ("backward", "all_gather", axis): ((units - 1) * micro * reshard, anew * item * micro),
-        ("backward", "reduce_scatter", axis): ((units + 1) * sums, whole * summed * sums),
+        ("backward", "reduce_scatter", axis): ((units + 3) * sums, whole * summed * sums),
     }
 
 
 def copies(ranks):
     """HSDP: a rank's part of all gradients, over the copies, once a step."""
     whole = LAYERS * size_of_layer(ranks) + size_of_rest(ranks)
-    return {("backward", "all_reduce", "dp_replicate"): (LAYERS + 1, whole // ranks * FLOAT32)}
+    return {("backward", "all_reduce", "dp_replicate"): (LAYERS + 3, whole // ranks * FLOAT32)}
 
 
 def tensor(tp, *, cp=1, micro=1, item=FLOAT32, computed_again=False, moe=False):
@@ -365,10 +367,12 @@ def order(calls, phase):
 
 def test_what_comes_next_is_gathered_before_it_is_needed(count):
     calls, ahead = count({"dp_shard": 4}, {"dp_shard": 4, "prefetch": 2})
-    assert order(calls, "forward") == "GG0G1G2"  # the rest, and each layer, on a GPU's other stream while one computes
-    assert order(calls, "backward") == "GRGRRR"  # layer 1 before the backward of 2, 0 before that of 1
-    assert order(ahead, "forward") == "GGGG012"
-    assert order(ahead, "backward") == "GGRRRR"
+    # The norm, the embedding, each layer and the head, on a GPU's other stream while one computes.
+    assert order(calls, "forward") == "GGG0G1G2G"
+    # The head's sums beside the backward of layer 2; layer 1 is gathered before that, 0 before the backward of 1.
+    assert order(calls, "backward") == "RGRGRRRR"
+    assert order(ahead, "forward") == "GGGGG0G12"
+    assert order(ahead, "backward") == "GRGRRRRR"
 
 
 # ---- ranks that are there

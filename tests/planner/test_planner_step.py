@@ -114,10 +114,10 @@ def test_a_measured_collective_replaces_the_estimate():
 
 @pytest.mark.parametrize(
     ("axis", "collectives", "us"),
-    [("tp", 64 * 2 * (8 * 4 + 2), "tp_us"), ("dp_shard", 1 + 32 * (8 + 7) + 8 + 1, "fsdp_us")],
+    [("tp", 64 * 2 * (8 * 4 + 2), "tp_us"), ("dp_shard", 32 * (8 + 7 + 3) + 8 + 3, "fsdp_us")],
     ids=[
         "tp: 4 of a block, 1 of embedding and head",
-        "fsdp: of 8 blocks, gathers of each micro-batch and one reduction; of the root, both once",
+        "fsdp: of 8 blocks, embedding, head and norm, gathers of each micro-batch and one reduction",
     ],
 )
 def test_a_cpu_waits_for_what_the_host_does_for_each_collective(run, axis, collectives, us):
@@ -140,7 +140,7 @@ def test_without_overlap_a_step_is_computation_and_all_collectives(run):
     beside = predict(config, 2, ideal(links, tflops=0.1)).parts["dp_shard"]
     assert beside < 0.01  # of the first gather of each micro-batch, and the last reduction
     waited = predict(config, 2, ideal(links, tflops=0.1, slowdown=1000.0)).step_seconds - computed
-    assert waited == pytest.approx((32 * (8 + 7) + 8 + 2) * 1e-4, rel=0.01)  # the root is gathered and reduced once
+    assert waited == pytest.approx((32 * (8 + 7 + 3) + 8 + 3) * 1e-4, rel=0.01)
 
 
 def on_cpu(machine, **host):
@@ -154,11 +154,13 @@ def test_fsdp_waits_for_each_collective_on_a_cpu(run):
     links = [{"name": "link", "latency_us": 100.0, "bandwidth_gb_s": 1e5}]
     machine = on_cpu(ideal(links, tflops=0.1))
     fsdp = predict(run(2, "parallel.dp_shard=2"), 2, machine).parts
-    assert fsdp["dp_shard"] == pytest.approx((32 * (8 + 7) + 1 + 8 + 1) * 1e-4, rel=0.01)
+    assert fsdp["dp_shard"] == pytest.approx((32 * (8 + 7 + 3) + 8 + 3) * 1e-4, rel=0.01)
+    tied = predict(run(2, "parallel.dp_shard=2", "model.tie_word_embeddings=true"), 2, machine).parts
+    assert tied["dp_shard"] == pytest.approx((32 * (8 + 7 + 1) + 8 + 1) * 1e-4, rel=0.01)  # one unit beside the blocks
     replicas = predict(run(2, "parallel={dp_replicate: 2, dp_shard: 1}"), 2, machine).parts
     assert replicas["dp_replicate"] < 1e-3  # what follows backward
     hybrid = predict(run(4, "parallel={dp_replicate: 2, dp_shard: 2}"), 4, machine).parts
-    assert hybrid["dp_replicate"] == pytest.approx((8 + 2) * 2 * 1e-4, rel=0.01)  # blocks, embedding and head
+    assert hybrid["dp_replicate"] == pytest.approx((8 + 3) * 2 * 1e-4, rel=0.01)  # blocks, embedding, head and norm
 
 
 def test_copies_of_fsdp_take_the_measured_rate_of_a_cpu(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -56,6 +57,7 @@ class Decoder(nn.Module):
         self.map_logits: Callable[..., torch.Tensor] = map_logits
         self.logits: Callable[..., torch.Tensor] = F.linear
         self.select = select
+        self.run_head: Callable[..., Any] = operator.call
         self.gather_tokens: Callable[[torch.Tensor], torch.Tensor] = unchanged
         self.residual_dtype: torch.dtype | None = None  # of the first layer's input; None: that of the embeddings
         # Of hidden states, by the number of the state; `parallel/` adds them for objectives that need them.
@@ -267,20 +269,24 @@ class Decoder(nn.Module):
         temperature: float = 1.0,
     ) -> torch.Tensor:
         """Applies the output head to normalized hidden states `[batch, seq, hidden]`. As `outputs`."""
-        config, head = self.config, self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        x = x.to(head.dtype)
-        softcap, divisor = config.logit_softcap, config.logits_scaling * temperature
-        if divisor != 1.0:
-            x = x / divisor
-        if softcap is not None:  # cap(logits / T, softcap / T) is cap(logits, softcap) / T
-            softcap = softcap / temperature
-        if logits_function is not None:
-            return self.map_logits(x, head, logits_function, softcap)
-        if labels is not None:
-            return self.token_logprobs(x, head, labels, softcap)
-        logits = self.logits(x, head)
-        logits = logits if logits_to_keep is None else logits[:, : len(logits_to_keep)]
-        return cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+
+        def compute(x: torch.Tensor) -> torch.Tensor:
+            head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+            x = x.to(head.dtype)
+            softcap, divisor = self.config.logit_softcap, self.config.logits_scaling * temperature
+            if divisor != 1.0:
+                x = x / divisor
+            if softcap is not None:  # cap(logits / T, softcap / T) is cap(logits, softcap) / T
+                softcap = softcap / temperature
+            if logits_function is not None:
+                return self.map_logits(x, head, logits_function, softcap)
+            if labels is not None:
+                return self.token_logprobs(x, head, labels, softcap)
+            logits = self.logits(x, head)
+            logits = logits if logits_to_keep is None else logits[:, : len(logits_to_keep)]
+            return cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+
+        return self.run_head(compute, x)
 
     def masks(
         self,

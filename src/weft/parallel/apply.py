@@ -33,7 +33,7 @@ from weft.parallel import fp8, qat
 from weft.parallel.adapter import adapt, fill_adapter
 from weft.parallel.axes.context import shard_over_cp
 from weft.parallel.axes.expert import shard_over_ep
-from weft.parallel.axes.fsdp import MeshParameters, raise_if_shared, replicate_scalars, shard_over_data
+from weft.parallel.axes.fsdp import MeshParameters, replicate_scalars, separate_ends, shard_over_data
 from weft.parallel.axes.local_stages import Stages, build_local_stages
 from weft.parallel.axes.single_rank import SingleRankParameters, cast_outputs, is_single_rank, place_on_rank
 from weft.parallel.axes.tensor import shard_over_tp
@@ -42,7 +42,7 @@ from weft.parallel.gradients.frozen_rows import freeze_all_but_rows
 from weft.parallel.local_parameters import LocalParameters, local, shard_part
 from weft.parallel.memory.activations import checkpointed
 from weft.parallel.memory.offload import move_buffers, parameter_device
-from weft.parallel.model_state import ATTRIBUTE, ModelPlan, ModelState, repeated_blocks
+from weft.parallel.model_state import ATTRIBUTE, ModelPlan, ModelState, raise_if_shared, repeated_blocks
 from weft.parallel.randomness import seed_layers
 from weft.parallel.world import World
 
@@ -71,7 +71,7 @@ def transformations(plan: ModelPlan, world: World) -> list[Transformation]:
         check_quantized_groups,
         shard_over_cp,
         shard_over_ep,
-        place_on_rank if single else replicate_scalars,
+        *([place_on_rank] if single else [replicate_scalars, separate_ends]),
         widen_residual_stream,
         *around_blocks,
         seed_layers,
@@ -238,11 +238,10 @@ def use_local_parameters(model: nn.Module, state: ModelState) -> nn.Module:
     """Makes forward passes use this rank's plain tensors instead of DTensor parameters.
 
     Must be called after `shard_over_tp`, `shard_over_ep`, `place_on_rank` and `replicate_scalars`, which create
-    DTensors. (FSDP2 itself unwraps the DTensors that it creates.) Each block, each layer's experts (with `ep`) and the
-    rest of the model are wrapped separately, because FSDP2 gathers a module's parameters when that module's forward is
-    called.
+    DTensors. (FSDP2 itself unwraps the DTensors that it creates.) Each FSDP2 unit is wrapped separately, because FSDP2
+    gathers a module's parameters when that module's forward is called.
     """
-    blocks = repeated_blocks(model)
+    blocks = [*repeated_blocks(model), *state.ends[model]]
     experts = [m for m in model.modules() if isinstance(m, Experts)] if state.world.ep_mesh is not None else []
     units = [*((block, experts) for block in blocks), *((module, []) for module in experts), (model, blocks)]
     for unit, nested_units in units:

@@ -18,6 +18,7 @@ from weft.config.model import CustomModelSection, ModelSection
 from weft.config.run import RunConfig
 from weft.config.training import QatSection
 from weft.config.transformers_model import TransformersModelSection
+from weft.errors import UserError
 from weft.parallel.world import World
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class ModelState:
         sums: sums gradients over replicas that are on one rank each; None: FSDP2 does, or there are none.
         reduces_every: whether gradients are reduced with every micro-batch. By default as the plan's section says;
             `choose_reduction` sets it.
+        ends: decoder or pipeline stage -> its embedding and its head, if they are FSDP2 units (`separate_ends`).
         unsharded_units: FSDP2 units on a single rank, whose parameters are never freed.
         wrappers: module -> labels of the wrappers of the module's forward, innermost first.
         base: the base model whose weights were loaded, if the model has an adapter.
@@ -139,6 +141,7 @@ class ModelState:
     passes: Callable[..., Passes] | None = None
     scales: dict[tuple[nn.Module, str], float] = field(default_factory=dict)
     reduces_every: bool = field(init=False)
+    ends: defaultdict[nn.Module, list[nn.Module]] = field(default_factory=lambda: defaultdict(list))
     unsharded_units: set[nn.Module] = field(default_factory=set)
     wrappers: defaultdict[nn.Module, list[str]] = field(default_factory=lambda: defaultdict(list))
     assigned: defaultdict[nn.Module, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
@@ -179,3 +182,15 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         inner = child if isinstance(child, nn.ModuleList) else repeated_blocks(child)
         found += [block for block in inner if block is not None]  # None: layer of another pipeline stage
     return found
+
+
+def raise_if_shared(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Raises UserError if two blocks share a parameter, because FSDP2 shards each block separately."""
+    seen: dict[int, nn.Module] = {}
+    for block in blocks:
+        for name, parameter in block.named_parameters():
+            if seen.setdefault(id(parameter), block) is not block:
+                raise UserError(
+                    f"model: {type(model).__name__}: several layers share the parameter {name}, but FSDP2 shards "
+                    "each layer separately; create the parameter in each layer"
+                )

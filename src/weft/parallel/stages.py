@@ -100,3 +100,11 @@ def rank_of_stage(parallel: ParallelSection, stage: int, ranks: int) -> int:
     if parallel.pp_schedule in V_SHAPED:
         return min(stage, 2 * ranks - 1 - stage)
     return stage % ranks
+
+
+def ends_are_units(model: ModelSection) -> bool:
+    """Whether FSDP2 gathers the embedding and the head by themselves, and not with the rest outside of the blocks.
+
+    It does not if they share a matrix, or run more than once per forward pass (for multi-token prediction).
+    """
+    return not (model.tie_word_embeddings or model.num_nextn_predict_layers)

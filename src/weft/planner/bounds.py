@@ -14,12 +14,13 @@ from operator import mul
 
 from weft.config.mesh import SPLIT_BACKWARD, V_SHAPED, MeshShape, Schedule
 from weft.config.run import RunConfig
-from weft.parallel.stages import balance_layers, stages_of_rank
+from weft.parallel.stages import balance_layers, ends_are_units, stages_of_rank
 from weft.planner.candidates import Candidate, Layout, MeshSpace, Work
 from weft.planner.communication import Links, mesh_groups
 from weft.planner.hardware import Hardware
-from weft.planner.memory import DEVICE_BYTES, FRAGMENTATION, STATES, in_flight
+from weft.planner.memory import DEVICE_BYTES, FRAGMENTATION, STATES
 from weft.planner.micro_batch import Kind, Pieces, Size, Times, seconds_of
+from weft.planner.schedules import in_flight
 from weft.planner.step import CLIP_ELEMENTS, MUON_FLOPS, UPDATE_ELEMENTS
 from weft.planner.tensors import Sizes, saved_tensors
 from weft.planner.units import Job
@@ -65,7 +66,8 @@ class Bounds:
             more = {"none": kept.everything, "selective": kept.inputs + kept.selective}
             saved[kind] = more.get(work.checkpointing, kept.inputs)
             extra.append(max(0.0, kept.everything - max(saved[kind], kept.inputs)) + kept.transient)
-        ends = embedding_work(job.shares, job.vocabulary), head_work(job.shares, job.vocabulary)
+        ends = [work(job.shares, job.vocabulary).parameters for work in (embedding_work, head_work)]
+        separate = ends[1] * ends_are_units(job.model)
         stage = job.stage([], begins=True, ends=True)
         assert stage.first is not None
         assert stage.last is not None
@@ -75,7 +77,8 @@ class Bounds:
             {kind: Size(one.parameters, one.expert_parameters) for kind, one in works.items()},
             kinds,
             (stage.first, stage.last),
-            Size(sum(one.parameters for one in ends), 0),
+            Size(sum(ends) - separate, 0),
+            Size(separate, 0),
             saved,
             min(extra) if work.checkpointing in (*more, "full") else 0.0,
         )
@@ -134,7 +137,7 @@ class Bounds:
     def _local(self, layout: Layout, shard: int) -> float:
         """Returns the mean number of parameters of a rank."""
         pieces, fsdp = self.pieces(layout.work), shard * layout.work.cp
-        others, experts = pieces.root.others + pieces.blocks.others, pieces.blocks.experts
+        others, experts = pieces.root.others + pieces.head.others + pieces.blocks.others, pieces.blocks.experts
         return (others / fsdp + experts / max(1, fsdp // layout.work.ep)) / layout.pp
 
     def _over_fsdp(self, kind, size: Size, width: int, work: Work, shard: int, *, offload: bool) -> float:
@@ -159,7 +162,8 @@ class Bounds:
         pieces, slow = self.pieces(layout.work), self.hardware.overlap.slowdown
         reshards = candidate.reshard is None or bool(candidate.reshard)
         forward, backward, waited = pieces.passes
-        gathered = again = reduced = copied = 0.0
+        gathered, reduced, head_copied = self._collectives(candidate, pieces.head)
+        again = copied = 0.0
         for kind, number in pieces.counts.items():
             gather, reduce, copy = self._collectives(candidate, pieces.sizes[kind])
             gathered, reduced, copied = gathered + number * gather, reduced + number * reduce, copied + number * copy
@@ -169,6 +173,7 @@ class Bounds:
         gathers = count if reshards else 1
         keep = 1 - 1 / len(pieces.kinds)  # the last unit is not gathered again
         copies = copied * (gathers + reshards * keep * count + reductions) + root[2] * (1 + reductions)
+        copies += head_copied * (gathers + reductions)
         beside = gathered * gathers + again * reshards * count + reduced * reductions
         compute = (forward + backward) * count + copies
         hidden = max(0.0, beside - waited * count - copies) * slow / (1 + slow)

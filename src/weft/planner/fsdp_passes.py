@@ -15,7 +15,7 @@ class FsdpPasses:
     """
 
     def __init__(self, job: Job, stage: Stage, line: Timeline, *, first: bool, last: bool):
-        self.stage, self.line, self.units, self.blocks = stage, line, stage.units, job.blocks
+        self.stage, self.line, self.blocks = stage, line, job.blocks
         reshards = bool(job.parallel.reshards)
         self.first, self.gathers, self.gathers_again = first, first or reshards, reshards
         self.reduces = last or job.parallel.reduces_every
@@ -24,53 +24,49 @@ class FsdpPasses:
 
     def forward(self) -> None:
         """Adds the forward pass."""
-        line, units, arrived = self.line, self.units, {}
+        line, pieces, arrived = self.line, self.stage.pieces, {}
 
         def gather(place: int, ready: float) -> None:
-            if self.gathers and place < len(units) and place not in arrived:
-                arrived[place] = self._communicate("dp_shard", units[place].gather, ready, "all-gather")
+            if self.gathers and place < len(pieces) and place not in arrived:
+                arrived[place] = self._communicate("dp_shard", pieces[place].gather, ready, "all-gather")
 
-        if self.first:
+        if self.gathers:
             line.wait(self._communicate("dp_shard", self.stage.root.gather, line.now, "all-gather"), "dp_shard")
             line.serial("dp_shard", self.stage.root.around, "copy")
         gather(0, line.now)
-        if self.stage.first is not None:
-            self._pass(self.stage.first, "forward")
-        for place, unit in enumerate(units):
+        for place, unit in enumerate(pieces):
             if place in arrived:
                 line.wait(arrived[place], "dp_shard")
                 line.serial("dp_shard", unit.around, "copy")
             for next_place in range(place + 1, place + 1 + self.ahead):
                 gather(next_place, line.now)
             self._pass(unit, "forward")
-        if self.stage.last is not None:
-            self._pass(self.stage.last, "forward")
 
     def backward(self) -> None:
         """Adds the backward pass, and the reduction of gradients if it belongs to this micro-batch."""
-        line, units, arrived = self.line, self.units, {}
+        line, pieces, arrived = self.line, self.stage.pieces, {}
+        begin = int(self.stage.first is not None)
+        end = begin + len(self.stage.units) - 1
 
         def gather(place: int) -> None:
-            # The last unit is not resharded after forward.
-            if self.gathers_again and 0 <= place < len(units) - 1 and place not in arrived:
-                arrived[place] = self._communicate("dp_shard", units[place].gather_again, line.now, "all-gather")
+            # The last unit and the head are not resharded after forward; the embedding needs no weight in backward.
+            if self.gathers_again and begin <= place < end and place not in arrived:
+                arrived[place] = self._communicate("dp_shard", pieces[place].gather_again, line.now, "all-gather")
 
-        if self.stage.last is not None:
-            self._pass(self.stage.last, "backward")
-        for place in reversed(range(len(units))):
+        for place in reversed(range(len(pieces))):
             gather(place)
             if place in arrived:
                 line.wait(arrived[place], "dp_shard")
-                line.serial("dp_shard", units[place].around, "copy")
+                line.serial("dp_shard", pieces[place].around, "copy")
             for next_place in range(place - 1, place - 1 - self.ahead, -1):
                 gather(next_place)
-            self._pass(units[place], "backward")
-            self._reduce(units[place])
-        if self.stage.first is not None:
-            self._pass(self.stage.first, "backward")
+            self._pass(pieces[place], "backward")
+            self._reduce(pieces[place])
         self._reduce(self.stage.root)
 
     def _reduce(self, unit: Unit) -> None:
+        if not unit.parameters:
+            return
         if not self.first:
             self.line.compute("compute", unit.accumulate, "accumulate")
         if self.reduces:

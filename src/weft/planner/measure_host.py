@@ -28,7 +28,7 @@ from weft.planner.measure_links import FASTEST
 LAYERS, TOKENS, CALLS = 4, 8, 12
 HIDDEN = (32, 384)  # of the decoders; blocks of the larger one have 6 MB of parameters
 TP_COLLECTIVES = 2 * (4 * LAYERS + 2)  # of `planner.units`: of blocks, embedding and head, in forward and in backward
-FSDP_COLLECTIVES = 3 * LAYERS + 1  # all-gathers in forward and, without the last block and the root, again; reductions
+FSDP_COLLECTIVES = 3 * LAYERS + 5  # gathers and reductions of blocks, embedding, head and norm; gathers in backward
 
 
 def measure_host(world: World) -> dict[str, float]:

@@ -11,15 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import chain
-from operator import ge
 
 from weft.config.derive import batch_sequences, sequence_length, split_batch
-from weft.config.mesh import ParallelSection, Schedule, mesh_shape
+from weft.config.mesh import mesh_shape
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.errors import UserError
-from weft.parallel.stages import stage_ranges, stages_of_rank
-from weft.planner.schedules import rank_actions
+from weft.parallel.stages import ends_are_units, stage_ranges, stages_of_rank
+from weft.planner.schedules import in_flight
 from weft.planner.tensors import Sizes, masks_bytes, saved_tensors
 from weft.planner.work import KEPT_LOGITS, WIDTHS, Shares, Work, block_work, embedding_work, head_work
 
@@ -91,38 +90,6 @@ def memory_of(
     return [ranks.peak(number) for number in (range(ranks.mesh.pp) if only is None else [only])]
 
 
-@cache
-def in_flight(schedule: Schedule, rank: int, ranks: int, virtual: int, count: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the states of a pipeline rank in which a backward pass starts.
-
-    Args:
-        virtual: number of stages per rank.
-        count: number of micro-batches.
-
-    Returns:
-        The states that can be peaks. Each state: the number of micro-batches that each of the rank's stages keeps, the
-        place of the stage whose backward pass starts, among these stages, and whether it is the stage's first.
-    """
-    parallel = ParallelSection(pp=ranks, pp_schedule=schedule, stages_per_rank=virtual)
-    stages, actions = stages_of_rank(parallel, rank, ranks), rank_actions(parallel, rank, ranks, count)
-    live, found, begun = dict.fromkeys(stages, 0), dict[tuple[int, ...], None](), set[int]()
-    splits = {(one.stage, one.micro_batch) for one in actions if one.kind == "W"}
-    for action in actions:
-        if action.kind == "F":
-            live[action.stage] += 1
-        elif action.kind in "BI":
-            found[(*live.values(), stages.index(action.stage), action.stage not in begun)] = None
-            begun.add(action.stage)
-        if action.kind == "W" or (action.kind == "B" and (action.stage, action.micro_batch) not in splits):
-            live[action.stage] -= 1
-    # A state in which no stage keeps more than in another state, with the same backward pass, is not a peak.
-    return tuple(
-        state
-        for state in found
-        if not any(more != state and more[-2:] == state[-2:] and all(map(ge, more, state)) for more in found)
-    )
-
-
 class _Ranks:
     """The ranks of a run: what one of them keeps at each moment of a step."""
 
@@ -151,12 +118,13 @@ class _Ranks:
         self.copies = 0.0 if self.single and self.width == self.state else float(self.width)
         self.residual = self.shares.tokens / self.mesh.tp * model.hidden_size * self.state
         self.rows = 1 if model.num_labels else max(1, self.vocabulary // self.mesh.tp)
+        self.separate = ends_are_units(model)
         self.copied = self.rows * model.hidden_size * (self.mesh.pp > 1 and model.tie_word_embeddings)
         logits = self.shares.tokens * self.rows
         self.kept_logits = logits * self.width * (1 + model.num_nextn_predict_layers) * (logits <= KEPT_LOGITS)
         self.masks = masks_bytes(self.shares) if self.cpu else 0.0
         self.stages = self._stages(length)
-        self.worst, self._root, self._kept = cache(self._worst), cache(self._root_of), cache(self._kept_in)
+        self.worst, self._ends, self._kept = cache(self._worst), cache(self._ends_of), cache(self._kept_in)
 
     def _stages(self, length: int) -> list[list[_Piece]]:
         sizes = Sizes(self.shares, self.state, cpu=self.cpu, cp_method=self.parallel.cp_method)
@@ -208,7 +176,7 @@ class _Ranks:
 
     def _state(self, owned: list[int]) -> tuple[float, float]:
         """Returns the bytes of parameters, which are also those of sharded gradients, and of the optimizer's state."""
-        roots = sum(self._root(stage)[1] for stage in owned) * self.state
+        roots = sum(local for stage in owned for _, local in self._ends(stage)) * self.state
         blocks = sum(piece.local for stage in owned for piece in self.stages[stage]) * self.state
         optimizer = (blocks * self.states + roots * 2) * (self.parallel.offload == "none")
         return (blocks + roots) * self.on_device, optimizer
@@ -231,12 +199,13 @@ class _Ranks:
         kept += self._buffers(owned) - self._kept(owned[place])
         rest = [stage for at, stage in enumerate(owned) if at != place]
         others = sum(piece.parameters for stage in rest for piece in self.stages[stage])
-        other_roots = sum(self._root(stage)[0] for stage in rest)
-        sums = (others + other_roots) * self.reduced * self.accumulates
+        other_ends = sum(total for stage in rest for total, _ in self._ends(stage))
+        sums = (others + other_ends) * self.reduced * self.accumulates
+        stays = others * self.stays + other_ends * (self.stays or not self.separate)
         moment = self.worst(owned[place], self.stays, first)
         return Memory(
             parameters, moment.gradients + sums, optimizer, moment.activations + kept,
-            moment.logits, moment.gathered + (others * self.stays + other_roots) * self.copies, moment.buffers,
+            moment.logits, moment.gathered + stays * self.copies, moment.buffers,
         )  # fmt: skip
 
     def _worst(self, stage: int, stays: bool, first: bool) -> Memory:
@@ -246,16 +215,17 @@ class _Ranks:
         """Yields the first gather of a micro-batch, the reduction after a pipeline's passes, and the update."""
         parameters, optimizer = self._state(owned)
         received = self._buffers(owned)
-        roots = [self._root(stage) for stage in owned]
+        ends = [end for stage in owned for end in self._ends(stage)] or [(0.0, 0.0)]
         units = [piece.parameters for stage in owned for piece in self.stages[stage]]
-        everything = sum(units) + sum(root[0] for root in roots)
+        everything = sum(units) + sum(end[0] for end in ends)
         waiting = everything * self.reduced * self.accumulates
         if self.mesh.fsdp > 1:  # the result of an all-gather, and parameters into which it is copied
-            gathered = 2 * max(root[0] for root in roots) * self.copies
+            gathered = 2 * max(end[0] for end in ends) * self.copies
             yield Memory(parameters, waiting * (self.mesh.pp == 1), optimizer, received, gathered=gathered)
         if self.mesh.pp > 1:
-            size, local = max((*roots, (max(units), max(units) / self.mesh.fsdp)))
-            gathered = (everything - size - sum(units) * (not self.stays)) * self.copies
+            size, local = max((*ends, (max(units), max(units) / self.mesh.fsdp)))
+            kept = everything if self.stays else (everything - sum(units)) * (not self.separate)
+            gathered = max(0.0, kept - size) * self.copies
             buffer = size * self.reduced * (self.mesh.fsdp > 1)
             yield Memory(parameters, waiting + local * self.state, optimizer, received, 0, gathered, buffer)
         if self.states == 1 and self.parallel.offload == "none":
@@ -282,34 +252,53 @@ class _Ranks:
             kept += self.kept_logits
         return kept + self.masks + self.residual * (stage < last)  # sent to the next stage
 
-    def _root_of(self, stage: int) -> tuple[float, float]:
-        """Returns the numbers of parameters of embedding and head in a stage: after `tp`, and on this rank."""
+    def _ends_of(self, stage: int) -> list[tuple[float, float]]:
+        """Returns the numbers of parameters of the units of embedding and head: after `tp`, and on this rank."""
         last = len(self.stages) - 1
         works = [embedding_work(self.shares, self.vocabulary)] if stage == 0 else []
         works += [head_work(self.shares, self.vocabulary)] if stage == last else []
         pairs = [self._numbers(work) for work in works]
+        if self.separate:
+            return pairs
         copy = self.copied * (stage == last)
-        return sum(total for total, _ in pairs) + copy, sum(local for _, local in pairs)
+        return [(sum(total for total, _ in pairs) + copy, sum(local for _, local in pairs))]
 
     def _backward(self, stage: int, *, stays: bool, first: bool) -> Iterator[Memory]:
         """Yields moments of a stage's `first` backward pass, or of the last; `stays`: parameters stay gathered."""
         blocks, unit, sums = self.stages[stage], self.parallel.layers_per_fsdp_unit, self.accumulates
         groups = [blocks[at : at + unit] for at in range(0, len(blocks), unit)]
-        sizes = [sum(piece.parameters for piece in group) for group in groups]
-        root, root_local = self._root(stage)
+        sizes, ends = [sum(piece.parameters for piece in group) for group in groups], self._ends(stage)
+        root, last = sum(total for total, _ in ends), stage == len(self.stages) - 1
         reduces = self.mesh.pp == 1 and not (sums and first)
         reduced = 0.0 if self.mesh.fsdp == 1 else self.reduced
         head = self.rows * self.model.hidden_size
         begins, casts = self.reduced * (sums and first), self.width != self.reduced
         waiting = (sum(sizes) + root) * self.reduced * (sums and not first)  # unsharded sums of earlier micro-batches
+        root *= stays or not self.separate  # what stays gathered during all of backward
         sharded, before, root_grads = 0.0, 0.0, 0.0
-        saved = self._kept(stage) - self.kept_logits * (stage == len(self.stages) - 1)
+        saved = self._kept(stage) - self.kept_logits * last
+
+        def finish(size: float, local: float, kept: float, gathered: float) -> Memory:
+            """Returns the moment after the backward of a unit, which reduces its gradients or adds them to others."""
+            nonlocal waiting, sharded, before
+            held, own = waiting + sharded + root_grads, local * self.state * self.on_device
+            if not reduces:
+                waiting += size * begins
+                return Memory(0, held + size * max(begins, self.width), 0, kept, 0, gathered)
+            more = 0 if sums else max(own, size * self.width)  # full gradients are freed before the shard is allocated
+            waiting, sharded, before = waiting - size * self.reduced * sums, sharded + own, size * reduced
+            return Memory(0, held + more, 0, kept, 0, gathered, before)
+
         gathered = (root + (sum(sizes) if stays else sizes[-1])) * self.copies
-        if stage == len(self.stages) - 1:
+        if last:
+            own = ends[-1][0] * (self.separate and not stays) * self.copies
             for logits, grads in self._head():
-                yield Memory(0, waiting + grads, 0, saved, logits, gathered)
+                yield Memory(0, waiting + grads, 0, saved, logits, gathered + own)
             saved -= self.residual * self.cpu + self.shares.tokens * self.model.hidden_size * self.width
-            root_grads = head * self.width * (casts or first or not sums)
+            if self.separate:
+                yield finish(*ends[-1], saved + self.residual, gathered)
+            else:
+                root_grads = head * self.width * (casts or first or not sums)
         for number in reversed(range(len(groups))):
             group, size = groups[number], sizes[number]
             ahead = sum(sizes[max(0, number - max(1, self.parallel.prefetch)) : number])
@@ -319,24 +308,17 @@ class _Ranks:
             grads = size * self.width / 3 + widest.transient
             yield Memory(0, held + grads, 0, saved + widest.full - widest.saved, 0, gathered, before)
             saved -= sum(piece.saved for piece in group)
-            own = sum(piece.local for piece in group) * self.state * self.on_device
             yield Memory(0, held + size * self.width, 0, saved + 2 * self.residual, 0, gathered, before)
             gathered -= size * (not stays) * self.copies  # FSDP2 reshards a unit before it reduces the unit's gradients
-            if reduces:  # full gradients are freed before the shard is allocated
-                more = 0 if sums else max(own, size * self.width)
-                yield Memory(0, held + more, 0, saved + self.residual, 0, gathered, size * reduced)
-                waiting, sharded, before = waiting - size * self.reduced * sums, sharded + own, size * reduced
-            else:
-                yield Memory(0, held + size * max(begins, self.width), 0, saved + self.residual, 0, gathered)
-                waiting += size * begins
+            yield finish(size, sum(piece.local for piece in group), saved + self.residual, gathered)
         stayed = sum(sizes) * stays * self.copies
         if stage == 0:
             more = head * (self.width + begins * casts)  # the embedding's gradient
             held = waiting + sharded + root_grads + more
             yield Memory(0, held, 0, self.residual / 2, 0, root * self.copies + stayed, before)
-        if reduces:
-            own, full = root_local * self.state * self.on_device, root * (self.reduced if sums else self.width)
-            yield Memory(0, sharded + max(own, full), 0, 0, 0, stayed, root * reduced)
+        if reduces and (stage == 0 or not self.separate):
+            root_grads = 0.0
+            yield finish(*ends[0], 0, stayed)
 
     def _head(self) -> Iterator[tuple[float, float]]:
         """Yields moments of the head's backward pass: bytes of logits, and of gradients of its weights."""

@@ -33,7 +33,10 @@ class Pieces:
         units: the unit of each kind of block.
         sizes: the parameters of each kind of block.
         kinds: the kind of each layer.
-        ends: units of the embedding and of the head; `root` are their parameters.
+        ends: units of the embedding and of the head.
+        root: parameters that are gathered before all others: of the embedding and, if they are not FSDP2 units
+            (`ends_are_units`), of the head.
+        head: parameters of the head, if it is an FSDP2 unit.
         saved: bytes that a micro-batch keeps for backward in each kind of block.
         extra: further bytes of activations that exist while any block's backward runs.
     """
@@ -44,6 +47,7 @@ class Pieces:
     kinds: list[Kind]
     ends: tuple[Unit, Unit]
     root: Size
+    head: Size
     saved: dict[Kind, float]
     extra: float
 

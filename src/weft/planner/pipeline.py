@@ -35,14 +35,13 @@ def _stage_times(job: Job, stage: Stage) -> dict[str, Parts]:
         line.drain()
         return line.parts
 
-    pieces = [unit for unit in (stage.first, *stage.units, stage.last) if unit is not None]
     whole = parts(FsdpPasses.backward)
-    weights = Parts({"compute": sum(unit.passes.backward_weight for unit in pieces)})
-    reduce, every = Parts(), (*stage.units, stage.root)
+    weights = Parts({"compute": sum(unit.passes.backward_weight for unit in stage.pieces)})
+    reduce, every = Parts(), (*stage.pieces, stage.root)
     if not job.parallel.reduces_every:
         reduce["dp_shard"] = sum(unit.reduce + unit.around for unit in every)
         # The all-reduce of a unit runs beside the reduce-scatter of the next.
-        reduce["dp_replicate"] = max(0.0, sum(unit.replicate for unit in every) - sum(u.reduce for u in stage.units))
+        reduce["dp_replicate"] = max(0.0, sum(unit.replicate for unit in every) - sum(u.reduce for u in stage.pieces))
     return {
         "first": parts(FsdpPasses.forward, first=True),
         "F": parts(FsdpPasses.forward),

@@ -21,7 +21,7 @@ def with_reduction(config: RunConfig, devices: int, hardware: Hardware) -> RunCo
     if job.mesh.pp > 1 or job.mesh.fsdp == 1 or job.micro_batches == 1:
         return config
     stage = job.stages()[0]
-    needed = sum(unit.parameters for unit in (stage.root, *stage.units)) * job.reduce_width * job.trained
+    needed = sum(unit.parameters for unit in (stage.root, *stage.pieces)) * job.reduce_width * job.trained
     every = needed > UNSHARDED_SHARE * hardware.device.memory_gb * 1e9
     changed = parallel.model_copy(update={"reduce_gradients": "every" if every else "last"})
     return config.model_copy(update={"parallel": changed})

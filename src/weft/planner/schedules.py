@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import cache
+from operator import ge
 from typing import Literal, NamedTuple
 
-from weft.config.mesh import ParallelSection
+from weft.config.mesh import ParallelSection, Schedule
 from weft.parallel.stages import stages_of_rank
 
 Kind = Literal["F", "B", "I", "W"]
@@ -190,3 +192,35 @@ class _DualPipeV:
         """Adds the gradients of weights that wait longest, if any wait."""
         if self.waiting:
             self.actions.append(Action("W", *self.waiting.popleft()))
+
+
+@cache
+def in_flight(schedule: Schedule, rank: int, ranks: int, virtual: int, count: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the states of a pipeline rank in which a backward pass starts.
+
+    Args:
+        virtual: number of stages per rank.
+        count: number of micro-batches.
+
+    Returns:
+        The states that can be peaks. Each state: the number of micro-batches that each of the rank's stages keeps, the
+        place of the stage whose backward pass starts, among these stages, and whether it is the stage's first.
+    """
+    parallel = ParallelSection(pp=ranks, pp_schedule=schedule, stages_per_rank=virtual)
+    stages, actions = stages_of_rank(parallel, rank, ranks), rank_actions(parallel, rank, ranks, count)
+    live, found, begun = dict.fromkeys(stages, 0), dict[tuple[int, ...], None](), set[int]()
+    splits = {(one.stage, one.micro_batch) for one in actions if one.kind == "W"}
+    for action in actions:
+        if action.kind == "F":
+            live[action.stage] += 1
+        elif action.kind in "BI":
+            found[(*live.values(), stages.index(action.stage), action.stage not in begun)] = None
+            begun.add(action.stage)
+        if action.kind == "W" or (action.kind == "B" and (action.stage, action.micro_batch) not in splits):
+            live[action.stage] -= 1
+    # A state in which no stage keeps more than in another state, with the same backward pass, is not a peak.
+    return tuple(
+        state
+        for state in found
+        if not any(more != state and more[-2:] == state[-2:] and all(map(ge, more, state)) for more in found)
+    )

@@ -10,7 +10,7 @@ from weft.config.mesh import can_exchange_heads, mesh_shape
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.errors import UserError
-from weft.parallel.stages import stage_ranges
+from weft.parallel.stages import ends_are_units, stage_ranges
 from weft.planner.communication import Group, Links, mesh_groups
 from weft.planner.compute import Costs, Passes
 from weft.planner.hardware import Hardware
@@ -90,10 +90,11 @@ class Stage:
     """A pipeline stage, or the full model.
 
     Attributes:
-        root: embedding, final norm and head, whose parameters are gathered first and reduced last.
-        first: work of the embedding; None if the stage has none.
+        root: parameters that are gathered first and reduced last: of embedding and head if they are not FSDP2 units
+            (`ends_are_units`), else of the final norm.
+        first: the embedding; None if the stage has none.
         units: the FSDP2 units of blocks, in the order of forward.
-        last: work of the head; None if the stage has none.
+        last: the head; None if the stage has none.
     """
 
     root: Unit
@@ -102,9 +103,14 @@ class Stage:
     last: Unit | None
 
     @property
+    def pieces(self) -> tuple[Unit, ...]:
+        """The embedding, the units of blocks and the head, in the order of forward."""
+        return tuple(unit for unit in (self.first, *self.units, self.last) if unit is not None)
+
+    @property
     def local(self) -> float:
         """Number of parameters on this rank."""
-        return self.root.local + sum(unit.local for unit in self.units)
+        return self.root.local + sum(unit.local for unit in self.pieces)
 
 
 class Job:
@@ -195,7 +201,12 @@ class Job:
         if ends:
             work = head_work(self.shares, self.vocabulary)
             last = self.piece(work, "head", repeated=float(recomputes_head(self.shares, work)))
-        return Stage(join_units(unit for unit in (first, last) if unit is not None), first, units, last)
+        if ends_are_units(self.model):
+            norm = self.piece(Work(parameters=self.model.hidden_size), "norm") if ends else Unit()
+            return Stage(norm, first, units, last)
+        computing = [None if end is None else Unit(end.passes, end.forward, end.backward) for end in (first, last)]
+        root = join_units(unit for unit in (first, last) if unit is not None)
+        return Stage(root, computing[0], units, computing[1])
 
     def block(self, layer: int) -> Unit:
         """Returns the unit of one block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from weft.errors import UserError
 from weft.models.decoder import Decoder
 from weft.models.layers.moe import Experts
 from weft.parallel.fp8 import AllGatherInFP8, weights_of_rows
 from weft.parallel.local_parameters import distribute_parameters, local, local_with_grad
 from weft.parallel.memory.offload import offload_policy
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks
+from weft.parallel.stages import ends_are_units
 from weft.parallel.world import World
 from weft.torch_private import dtensor_like
 
@@ -34,6 +35,22 @@ def replicate_scalars(model: nn.Module, state: ModelState) -> nn.Module:
     mesh = state.world.fsdp_mesh
     replicated = [Replicate()] * mesh.ndim
     distribute_parameters(model, mesh, lambda _, __, parameter: None if parameter.ndim else replicated)
+    return model
+
+
+def separate_ends(model: nn.Module, state: ModelState) -> nn.Module:
+    """If `ends_are_units`, makes the embedding and the head of a decoder FSDP2 units.
+
+    Then their weights are only gathered while they compute, and the head's gradient is reduced during backward.
+
+    The head's own forward, which the decoder does not call, becomes a call of the function that `Decoder.run_head`
+    gets, so that FSDP2's hooks run around this function.
+    """
+    if isinstance(model, Decoder) and ends_are_units(model.config):
+        state.ends[model] = [module for module in (model.embed_tokens, model.lm_head) if module is not None]
+        if model.lm_head is not None:
+            state.wrap(model.lm_head, "runs the head's function", lambda _: operator.call)
+            state.fill(model, "run_head", "the head's forward", model.lm_head.__call__)
     return model
 
 
@@ -68,7 +85,8 @@ class _Scalar(torch.autograd.Function):
 
 
 def shard_over_data(model: nn.Module, state: ModelState) -> nn.Module:
-    """Applies FSDP2 with its mixed-precision policy to units of `layers_per_fsdp_unit` blocks, and to the model.
+    """Applies FSDP2 with its mixed-precision policy to units of `layers_per_fsdp_unit` blocks, to the embedding and
+    the head if `separate_ends` made them units, and to the model.
 
     Must be the last transformation, so that other wrappers run inside of FSDP2's hooks. Replaces every parameter except
     scalars with a DTensor sharded over `dp_shard` x `cp`, even if the size of this combined axis is 1. Gradients are
@@ -87,7 +105,7 @@ def shard_over_data(model: nn.Module, state: ModelState) -> nn.Module:
     block_policy = policy if isinstance(model, Decoder) else compute_policy
     size = parallel.layers_per_fsdp_unit
     units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
-    # Backward starts with the root module and the last unit: resharding them after forward would be wasted.
+    # Backward starts with the root module, the head and the last unit: resharding them after forward would be wasted.
     last = {module for block in units[-1] for module in block.modules()} if units else set()
     scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
     wrap = partial(_wrap, state=state, scalars=scalars)
@@ -97,11 +115,18 @@ def shard_over_data(model: nn.Module, state: ModelState) -> nn.Module:
                 wrap([module], world.ep_fsdp_mesh, compute_policy, reshard=module not in last)
     for unit in units:
         wrap(unit, world.fsdp_mesh, block_policy, reshard=unit[0] not in last)
+    for end in state.ends[model]:
+        is_embedding = isinstance(end, nn.Embedding)
+        wrap([end], world.fsdp_mesh, compute_policy, reshard=is_embedding)
+        if is_embedding:  # its gradient does not depend on its weight
+            end.set_unshard_in_backward(False)  # pyright: ignore[reportCallIssue]
     wrap([model], world.fsdp_mesh, policy, reshard=False)
     # The host of a rank with sharded experts waits for the device in each layer, so FSDP2 alone would start the next
     # all-gather only afterwards.
     count = max(parallel.prefetch, int(world.ep_fsdp_mesh is not None))
-    prefetch_units(model, units, count, world.ep_fsdp_mesh is not None)  # pyright: ignore[reportArgumentType]
+    first, final = ([end for end in state.ends[model] if isinstance(end, kind)] for kind in (nn.Embedding, nn.Linear))
+    order = [unit for unit in (first, *units, final) if unit]
+    prefetch_units(model, order, count, world.ep_fsdp_mesh is not None)  # pyright: ignore[reportArgumentType]
     return model
 
 
@@ -214,18 +239,6 @@ class SingleRankReduceScatter:
 
     def __call__(self, *arguments, **named) -> None:
         raise RuntimeError("internal error: reduce-scatter was called with a single rank")
-
-
-def raise_if_shared(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Raises UserError if two blocks share a parameter, because FSDP2 shards each block separately."""
-    seen: dict[int, nn.Module] = {}
-    for block in blocks:
-        for name, parameter in block.named_parameters():
-            if seen.setdefault(id(parameter), block) is not block:
-                raise UserError(
-                    f"model: {type(model).__name__}: several layers share the parameter {name}, but FSDP2 shards "
-                    "each layer separately; create the parameter in each layer"
-                )
 
 
 def shard_dim(ranks: int, parameter: nn.Parameter) -> Shard | None:
