@@ -16,6 +16,7 @@ from weft.observe.manifest import now
 from weft.observe.status import progress
 
 HEARTBEAT = "logs/heartbeat.json"
+CLOSE_SECONDS = 10.0  # the least time that the end of a run waits for the last version, if the disk is slow
 log = logging.getLogger("weft.train")
 
 
@@ -41,14 +42,13 @@ class Heartbeat:
     def close(self) -> None:
         """Stops the thread and writes the last version of the file."""
         self._ended.set()
-        self._thread.join(self.seconds)
+        self._thread.join(max(self.seconds, CLOSE_SECONDS))
 
     def _run(self) -> None:
-        while True:
+        while not self._ended.is_set():
             self._write()
-            if self._ended.is_set():
-                return
             self._ended.wait(self.seconds)
+        self._write()  # what was read for the version before may be older than the end
 
     def _write(self) -> None:
         beat = {"time": now(), **self.read(), "doing": progress.doing, "host": socket.gethostname(), "pid": os.getpid()}
