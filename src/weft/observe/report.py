@@ -6,8 +6,9 @@ import math
 import re
 import statistics
 from datetime import datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import weft
 from weft.errors import UserError
@@ -19,9 +20,13 @@ from weft.observe.flops import DEFINITION
 from weft.observe.manifest import MANIFEST, now, read_manifest
 from weft.observe.metrics import METRICS, NAMES, read_metrics, read_samples
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 REPORT = "report.html"
 CONFIG = "config.yaml"
 EXAMPLE = "example.json"
+OBJECTIVE = re.compile(r"^objective:.*(?:\n(?:[ \t].*)?)*", re.M)  # a section of a config file
 QUANTILE = re.compile(r"_p\d+$")  # such as the 90th percentile `reward_p90`, in one chart with the mean `reward`
 # Metrics without a chart of their own name.
 KNOWN = NAMES | {"validation_loss", "validation_bits_per_byte"}
@@ -50,11 +55,16 @@ def build_report(run_directory: str | Path) -> Path:
 
 def render(template: str, **values: Any) -> str:
     """Renders an HTML template from this module's folder with the given values. HTML in values is escaped."""
+    return _environment().get_template(template).render(values)
+
+
+@cache
+def _environment() -> Environment:
+    """Returns the environment of the templates, which keeps each template that it has compiled."""
     from jinja2 import Environment, FileSystemLoader  # imported only where a page is made
 
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template(template).render(values)
+    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
 
 def gather(run: Path) -> dict[str, Any]:
@@ -103,8 +113,9 @@ def loss_unit(config: str | None) -> str:
     """
     from ruamel.yaml import YAML, YAMLError
 
+    section = OBJECTIVE.search(config or "")  # to parse the whole file would take a third of the page's time
     try:
-        sections = YAML(typ="safe", pure=True).load(config or "")
+        sections = YAML(typ="safe", pure=True).load(section[0] if section else config or "")
     except YAMLError:
         return ""  # the page shows a damaged file as it is
     objective = sections.get("objective") if isinstance(sections, dict) else None
