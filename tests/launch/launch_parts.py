@@ -5,6 +5,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 
 from pool import weft_command
@@ -32,14 +34,9 @@ def none_left_in(folder: Path, seconds: float = 10) -> bool:
     return False
 
 
-def rank_in(folder: Path, rank: int) -> int:
-    """The process of a rank."""
-    for process in processes_in(folder):
-        proc = Path(f"/proc/{process}")
-        environment, parent = (proc / "environ").read_bytes(), (proc / "stat").read_text().rpartition(")")[2].split()[1]
-        if f"\0RANK={rank}\0".encode() in environment and b"RANK=" not in Path(f"/proc/{parent}/environ").read_bytes():
-            return process
-    raise AssertionError(f"no rank {rank}")
+def ranks_of(launcher: int) -> list[int]:
+    """The processes of the ranks of a launcher, which it starts in their order."""
+    return sorted(child.pid for child in psutil.Process(launcher).children())
 
 
 def trained(folder: Path, words: list[list[str]], environment: dict[str, str]) -> tuple[int, str]:

@@ -3,8 +3,9 @@
 import json
 import sys
 
+import forked
 import pytest
-from running import QUIET, losses, train
+from running import QUIET, losses
 
 from weft.launch import supervisor
 from weft.launch.supervisor import Supervisor, supervise
@@ -124,7 +125,7 @@ class Hangs:
 """
 
 
-def test_a_run_goes_on_after_a_rank_that_hangs(run_yaml, tmp_path, monkeypatch, capfd):
+def test_a_run_goes_on_after_a_rank_that_hangs(run_yaml, tmp_path):
     """The run ends as if nothing had happened. The rank is named, although the other one has waited for longer."""
     (tmp_path / "hangs_once.py").write_text(HANGS)
     file = run_yaml(
@@ -136,8 +137,8 @@ def test_a_run_goes_on_after_a_rank_that_hangs(run_yaml, tmp_path, monkeypatch, 
         log=QUIET,
     )
     run = tmp_path / "runs" / "demo"
-    monkeypatch.chdir(tmp_path)
-    assert train(file, "--nproc", 2, "--max-restarts", 3) == 0, capfd.readouterr().err
+    done = forked.run("train", file, "--nproc", "2", "--max-restarts", "3", cwd=tmp_path, ranks=True)
+    assert done.returncode == 0, done.stderr
     (failure,) = failures(run)
     assert (failure["rank"], failure["hang"], failure["step"]) == (1, True, 7)
     assert failure["lost_steps"] == 2

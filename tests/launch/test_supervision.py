@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from weft.errors import UserError
 from weft.launch import local
+from weft.observe import status
 
 RANK = """
 import os, signal, sys, time
@@ -30,23 +32,23 @@ open(f"ready-{rank}", "w").close()
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capfd):
-    """Run a program as two ranks, with signals to the launcher once they are ready; exit code, stderr, processes."""
+    """Run a program as ranks, with signals to the launcher once they are ready; exit code, stderr, processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local, "STOP_SECONDS", 1.0)
     monkeypatch.setattr(local, "FAIL_SECONDS", 1.0)
     monkeypatch.setattr(local, "WAIT_MESSAGE_SECONDS", 0.3)
 
-    def run(program, *signals):
+    def run(program, *signals, nproc=2):
         def send():
             for number in signals:
-                while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
+                while not all((tmp_path / f"ready-{rank}").exists() for rank in range(nproc)):
                     done.wait(0.02)
                 done.wait(0.3)
                 os.kill(os.getpid(), number)
 
         done, sender = threading.Event(), threading.Thread(target=send)
         sender.start()
-        code = local.launch_local([sys.executable, "-c", RANK + program], 2, tmp_path / "run")
+        code = local.launch_local([sys.executable, "-c", RANK + program], nproc, tmp_path / "run")
         sender.join()
         return code, capfd.readouterr().err
 
@@ -87,16 +89,31 @@ def test_a_second_ctrl_c_kills_at_once(launch):
     assert "killed at the second Ctrl-C: rank 1 (process " in errors
 
 
+@pytest.fixture
+def half_seconds(monkeypatch):
+    """For the launcher, half a second passes with each report of a rank, and no time without one, on any machine."""
+    reports, update = [], status.Progress.update
+    clock = SimpleNamespace(monotonic=lambda: len(reports) / 2)
+
+    def updated(self, report):
+        reports.append(report)
+        update(self, report)
+
+    monkeypatch.setattr(status.Progress, "update", updated)
+    monkeypatch.setattr(local, "time", clock)
+    monkeypatch.setattr(status, "time", clock)
+
+
+@pytest.mark.usefixtures("half_seconds")
 def test_a_rank_that_saves_may_take_its_time(launch):
     saves = """
 while not asked: time.sleep(0.01)
-if rank == 0:
-    for _ in range(15):
-        time.sleep(0.2)
-        doing("saving step 7")
+for _ in range(25):
+    time.sleep(0.02)
+    doing("saving step 7")
 sys.exit(143)
 """
-    assert launch(saves, signal.SIGTERM) == (143, "")
+    assert launch(saves, signal.SIGTERM, nproc=1) == (143, "")
 
 
 def test_a_long_step_after_many_short_validation_batches_is_progress(launch):
@@ -113,15 +130,16 @@ sys.exit(143)
     assert (code, "killed after" in errors) == (143, False)
 
 
+@pytest.mark.usefixtures("half_seconds")
 def test_micro_batches_are_progress(launch):
     accumulates = """
 while not asked: time.sleep(0.01)
 for _ in range(25):
-    time.sleep(0.1)
+    time.sleep(0.02)
     alive()
 sys.exit(143)
 """
-    assert launch(accumulates, signal.SIGTERM) == (143, "")
+    assert launch(accumulates, signal.SIGTERM, nproc=1) == (143, "")
 
 
 def test_what_asks_for_more_time_gets_it(launch):

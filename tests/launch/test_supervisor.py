@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_parts import none_left_in, processes_in
-from running import QUIET, SLOW, finish, losses, start, train, until_step
+from forked import Forked
+from launch_parts import none_left_in, processes_in, ranks_of
+from running import QUIET, SLOW, finish, losses, train, until_step
 
 from weft.launch import supervisor
 from weft.launch.supervisor import Supervisor, supervise
@@ -32,19 +33,6 @@ while len(list(Path().glob(f"attempt-*-{attempt}"))) < int(os.environ["WORLD_SIZ
 
 def failures(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "logs" / "failures.jsonl").read_text().splitlines()]
-
-
-def tree(launcher: int) -> dict[int, int]:
-    """Rank -> process of the ranks of a launcher that have set up their environment."""
-    found = {}
-    for task in Path(f"/proc/{launcher}/task").glob("*/children"):
-        for child in task.read_text().split():
-            try:
-                environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            found |= {int(entry[5:]): int(child) for entry in environment if entry.startswith(b"RANK=")}
-    return found
 
 
 @pytest.fixture
@@ -157,23 +145,24 @@ def test_a_run_with_deaths_equals_a_run_without(run_yaml, tmp_path, monkeypatch,
             f"{name}.yaml",
             run={"name": name},
             schedule={"type": "slow_for_launch:Slow", "warmup_steps": 0},
-            training={"steps": 18, "batch_tokens": 256, "micro_batch_size": 2},
+            training={"steps": 14, "batch_tokens": 128, "micro_batch_size": 2},
             data={"validation": None, "workers": 1},
             checkpoint={"every": 3},
             log=QUIET,
         )
 
     run = tmp_path / "runs" / "killed"
-    process = start(file("killed"), "--nproc", 2, "--max-restarts", 9, "--fresh", cwd=tmp_path)
+    command = ("train", file("killed"), "--nproc", "2", "--max-restarts", "9")
+    process = Forked(*command, "--fresh", cwd=tmp_path, ranks=True)
     until_step(process, run, 5)
-    os.kill(tree(process.pid)[1], signal.SIGKILL)  # one rank
-    until_step(process, run, 11)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    until_step(process, run, 8)
     assert len(processes_in(tmp_path)) >= 3
     process.kill()  # the launcher, which takes its ranks with it; then the user gives the same command again
     assert finish(process)[0] == -signal.SIGKILL
     assert none_left_in(tmp_path)
-    assert losses(run)[-1][0] < 18  # they did not go on
-    process = start(file("killed"), "--nproc", 2, "--max-restarts", 9, cwd=tmp_path)
+    assert losses(run)[-1][0] < 14  # they did not go on
+    process = Forked(*command, cwd=tmp_path, ranks=True)
     code, errors = finish(process)
     assert code == 0, errors
     (failure,) = failures(run)
@@ -188,7 +177,7 @@ def test_a_run_with_deaths_equals_a_run_without(run_yaml, tmp_path, monkeypatch,
     ranks.run(whole, 2)
     assert losses(run) == losses(tmp_path / "runs" / "whole")
     weights = [
-        sorted((tmp_path / "runs" / name / "checkpoints" / "step-00000018").glob("*.safetensors"))
+        sorted((tmp_path / "runs" / name / "checkpoints" / "step-00000014").glob("*.safetensors"))
         for name in ("killed", "whole")
     ]
     assert len(weights[0]) == len(weights[1]) > 0
@@ -204,9 +193,17 @@ def _hang_up():
     signal.signal(signal.SIGHUP, before)
 
 
+TELLS = """
+import os
+from pathlib import Path
+
+Path("schedule.txt").write_text(f"{os.getpid()} {os.environ.get('LOCAL_RANK')}")
+"""
+
+
 @pytest.mark.usefixtures("_hang_up")
 def test_one_process_is_supervised_and_hang_up_saves_and_leaves(run_yaml, tmp_path):
-    (tmp_path / "slow_for_launch.py").write_text(SLOW)
+    (tmp_path / "slow_for_launch.py").write_text(SLOW + TELLS)
     file = run_yaml(
         schedule={"type": "slow_for_launch:Slow", "warmup_steps": 0},
         training={"steps": 2000, "batch_tokens": 256, "micro_batch_size": 2},
@@ -215,10 +212,10 @@ def test_one_process_is_supervised_and_hang_up_saves_and_leaves(run_yaml, tmp_pa
         log=QUIET,
     )
     run = tmp_path / "runs" / "demo"
-    process = start(file, "--nproc", 1, "--max-restarts", 2, cwd=tmp_path)
+    process = Forked("train", file, "--nproc", "1", "--max-restarts", "2", cwd=tmp_path, ranks=True)
     until_step(process, run, 4)
-    rank = tree(process.pid)[0]
-    assert b"\0LOCAL_RANK=0\0" in Path(f"/proc/{rank}/environ").read_bytes()
+    (rank,) = ranks_of(process.pid)
+    assert (tmp_path / "schedule.txt").read_text() == f"{rank} 0"
     os.kill(rank, signal.SIGKILL)
     until_step(process, run, 7)
     process.send_signal(signal.SIGHUP)

@@ -1,11 +1,9 @@
 """Under torchrun, ranks find hangs themselves, and the next attempt records how the last one failed."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 
+import forked
 import pytest
 from running import QUIET, losses, train
 
@@ -25,11 +23,18 @@ class Faults:
         while True:
             time.sleep(1)
 """
+# What `torchrun --nproc-per-node 2 --max-restarts 2` does, but it forks the ranks from itself.
 PROGRAM = """
 import sys
 import weft
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-weft.Trainer(weft.RunConfig.load(sys.argv[1]), fresh=True).fit()
+def rank(file):
+    weft.Trainer(weft.RunConfig.load(file), fresh=True).fit()
+
+rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "run_id": "none"}
+config = LaunchConfig(1, 1, 2, max_restarts=2, start_method="fork", **rendezvous)
+elastic_launch(config, rank)(sys.argv[1])
 """
 
 
@@ -40,7 +45,6 @@ def failures(run):
 def test_a_program_under_torchrun_survives_a_hang_and_a_kill(run_yaml, tmp_path):
     """Its losses are those of one process. torchrun's store outlives the ranks, with what they have written there."""
     (tmp_path / "faults.py").write_text(FAULTS)
-    (tmp_path / "program.py").write_text(PROGRAM)
     sections = {
         "schedule": {"warmup_steps": 0},
         "training": {"steps": 10, "batch_tokens": 256, "micro_batch_size": 2, "hang_timeout": 2, "dtype": "float64"},
@@ -50,13 +54,7 @@ def test_a_program_under_torchrun_survives_a_hang_and_a_kill(run_yaml, tmp_path)
     }
     file = run_yaml(callbacks=[{"type": "faults:Faults"}], **sections)
     run = tmp_path / "runs" / "demo"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", tmp_path / "program.py", file]
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150, check=False
-    )
+    done = forked.run(file, program=PROGRAM, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert train(run_yaml("alone.yaml", run={"name": "alone"}, **sections)) == 0
     for mine, theirs in zip(losses(run), losses(tmp_path / "runs" / "alone"), strict=True):

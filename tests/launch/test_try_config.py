@@ -2,24 +2,24 @@
 
 import json
 
+import forked
 import pytest
 
-from weft.cli.main import main
 from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.launch.try_config import try_config
 
 
-def test_plans_are_measured_beside_the_run(run_yaml, tmp_path, capsys):
-    file = str(run_yaml(training={"micro_batch_size": 2}))
-    command = ["plan", file, "--devices", "1", "--hardware", "cpu-generic", "--keep-mesh", "--try", "1", "--json"]
-    assert main(command) == 0
-    out, err = capsys.readouterr()
-    (plan,) = json.loads(out)["plans"]
+def test_plans_are_measured_beside_the_run(run_yaml, tmp_path):
+    file = run_yaml(training={"micro_batch_size": 2})
+    options = ["--devices", "1", "--hardware", "cpu-generic", "--keep-mesh", "--try", "1", "--json"]
+    done = forked.run("plan", file, *options, ranks=True)
+    assert done.returncode == 0, done.stderr
+    (plan,) = json.loads(done.stdout)["plans"]
     assert plan["training"]["micro_batch_size"] == 2
     assert plan["measured_seconds"] > 0
     assert plan["measured_bytes"] > 1 << 20
-    assert "predicted for CPU, two threads, but this machine has " in err
+    assert "predicted for CPU, two threads, but this machine has " in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

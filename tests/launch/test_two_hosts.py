@@ -12,15 +12,18 @@ def interfaces():
     return sorted(os.listdir("/sys/class/net"))
 
 
-def test_two_hosts_train_together(run_yaml, tmp_path):
+@pytest.mark.parametrize(
+    ("each", "mesh"), [(1, {"dp_shard": 2}), pytest.param(2, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.long)]
+)
+def test_two_hosts_train_together(run_yaml, tmp_path, each, mesh):
     unshare, present = namespaces(), interfaces()
     sections = {
         "training": {"steps": 2, "batch_tokens": 512, "micro_batch_size": 2, "dtype": "float64"},
         "schedule": {"warmup_steps": 0},
         "log": QUIET,
     }
-    two = run_yaml("two.yaml", run={"name": "two"}, parallel={"dp_shard": 2, "tp": 2}, **sections)
-    process = start(unshare, torchrun(two), tmp_path)
+    two = run_yaml("two.yaml", run={"name": "two"}, parallel=mesh, **sections)
+    process = start(unshare, torchrun(two, processes=each), tmp_path)
     alone = run_yaml("alone.yaml", run={"name": "alone"}, **sections)
     assert train(alone) == 0
     finish(process, tmp_path, 180)

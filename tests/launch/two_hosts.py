@@ -50,11 +50,11 @@ def namespaces() -> list[str]:
     return command
 
 
-def torchrun(file: Path, *options: str) -> str:
-    """The manual's command for two hosts of two processes, with `options` for torchrun."""
+def torchrun(file: Path, *options: str, processes: int = 2) -> str:
+    """The manual's command for two hosts of so many processes, with `options` for torchrun."""
     (command,) = re.findall(r"^\$ (torchrun .*)$", PAGE, re.M)
     own = f"{sys.executable} -m torch.distributed.run {' '.join(options)} "
-    for before, after in {"torchrun ": own, "node 8": "node 2", "run.yaml": str(file)}.items():
+    for before, after in {"torchrun ": own, "node 8": f"node {processes}", "run.yaml": str(file)}.items():
         assert before in command
         command = command.replace(before, after)
     return command

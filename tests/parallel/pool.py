@@ -252,6 +252,7 @@ def _be(pipe: Connection, rank: int, folder: Path) -> None:
         from torch.distributed import TCPStore
 
         _no_measuring()
+        tempfile.tempdir = None  # the fork server may have looked for it, in another test's environment
         gc.freeze()  # what was imported is never garbage: looking through it takes longer than a small model's step
         torch.manual_seed(0)
         torch.set_num_threads(1)

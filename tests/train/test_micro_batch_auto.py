@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from forked import run
+from forked import run, weft_with_one_trial
 from ruamel.yaml import YAML
 
 from weft.cli.main import main
@@ -54,7 +54,7 @@ def test_a_size_fits_on_all_ranks_and_changes_nothing_else(tmp_path, run_yaml, r
         "checkpoint": {"every": 2},
     }
     run_yaml(training={"steps": 3, "micro_batch_size": "auto"}, **changes)
-    said = ranks.call(weft_command, 2, tmp_path, ["train", "run.yaml"], seconds=200)
+    said = ranks.call(weft_with_one_trial, 2, tmp_path, ["train", "run.yaml"], seconds=200)
     assert [code for code, _ in said] == [0, 0], said
     run = tmp_path / "runs" / "demo"
     found = json.loads((run / "manifest.json").read_text())["micro_batch_trials"]
