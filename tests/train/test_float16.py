@@ -18,10 +18,17 @@ STEPS = 12
 
 @pytest.fixture
 def float16_run(run_yaml, tmp_path):
-    def write(name, *, steps=STEPS, training=None, **more):
-        settings = {"steps": steps, "dtype": "float16", "batch_tokens": 512} | (training or {})
+    def write(name, *, steps=STEPS, training=None, model=None, **more):
+        settings = {"steps": steps, "dtype": "float16", "batch_tokens": 256, "micro_batch_size": 2} | (training or {})
         file = run_yaml(
-            f"{name}.yaml", run={"name": name}, training=settings, schedule={"warmup_steps": 2}, log=QUIET, **more
+            f"{name}.yaml",
+            run={"name": name},
+            model={"num_hidden_layers": 1} | (model or {}),
+            data={"validation": None},
+            training=settings,
+            schedule={"warmup_steps": 2},
+            log=QUIET,
+            **more,
         )
         return file, tmp_path / "runs" / name
 

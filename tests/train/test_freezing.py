@@ -103,7 +103,7 @@ def test_patterns_without_sense_are_one_line(write, capsys, section, said):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.long), "muon"])
 def test_learning_rates_by_layer_and_by_name(write, tmp_path, optimizer):
     """After one step a parameter has moved by its factor times what it moves without one."""
     chosen = {"layer_decay": 0.5, "lr_multipliers": {"layers.*": 3.0, "*.mlp.*": 0.25, "lm_head.weight": 0.1}}

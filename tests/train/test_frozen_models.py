@@ -75,7 +75,16 @@ def peft_adapter(path, base):
     return likelihood(model)
 
 
-@pytest.mark.parametrize("case", ["full", "hf", "dora", "pissa", "trained"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "full",
+        "hf",
+        pytest.param("dora", marks=pytest.mark.long),
+        pytest.param("pissa", marks=pytest.mark.long),
+        "trained",
+    ],
+)
 def test_the_reference_is_the_start_of_the_run_also_after_it_resumes(write, tmp_path, case):
     base = base_model(tmp_path / "base", "Llama", SMALL)
     expected = likelihood(base)

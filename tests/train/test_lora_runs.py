@@ -83,7 +83,12 @@ def test_a_checkpoint_has_the_adapter_and_the_model_has_both(write, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "adapter", [{"dropout": 0.1, "dora": True, "rslora": True, "quantize": "int8"}, {"init": "pissa"}], ids=str
+    "adapter",
+    [
+        {"dropout": 0.1, "dora": True, "rslora": True, "quantize": "int8"},
+        pytest.param({"init": "pissa"}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_a_resumed_run_is_the_same_to_the_bit(write, tmp_path, adapter):
     assert train(write("straight", adapter)) == 0

@@ -19,6 +19,7 @@ from running import QUIET, train
 from weft.checkpoint.load import checkpoints
 from weft.observe.events import read_events
 from weft.train.watch.growth import SAMPLES, Growth
+from weft.train.watch.heartbeat import HEARTBEAT, Heartbeat
 from weft.train.watch.own_time import OwnTime, slow_ranks
 
 PARTS = '''
@@ -32,8 +33,8 @@ import numpy as np
 class Rows:
     """Rows of which the sixth breaks the loss; each takes `seconds` to read."""
 
-    def __init__(self, *, seconds: float = 0.0, bad: int = -1):
-        self.rows, self.seconds = np.random.default_rng(3).integers(0, 510, (400, 32)), seconds
+    def __init__(self, *, count: int = 400, seconds: float = 0.0, bad: int = -1):
+        self.rows, self.seconds = np.random.default_rng(3).integers(0, 510, (count, 32)), seconds
         if bad >= 0:
             self.rows[bad, 0] = 511
 
@@ -75,7 +76,7 @@ class Sleepy:
     """A schedule that takes a while on rank 1."""
 
     def __init__(self, total_steps: int, *, warmup_steps: int = 0):
-        self.seconds = 0.06 if os.environ.get("RANK") == "1" else 0.0
+        self.seconds = 0.25 if os.environ.get("RANK") == "1" else 0.0
 
     def __call__(self, step):
         time.sleep(self.seconds)
@@ -168,9 +169,27 @@ def test_an_event_reaches_webhook_command_and_prometheus_and_the_heartbeat_shows
     assert "T0SECRET" not in capsys.readouterr().err
 
 
+def test_the_last_beat_shows_an_end_that_comes_during_a_beat(tmp_path):
+    (tmp_path / HEARTBEAT).parent.mkdir()
+    now, reading, goes_on = {"status": None}, threading.Event(), threading.Event()
+
+    def read():
+        found = dict(now)
+        reading.set()
+        goes_on.wait(60)
+        return found
+
+    heartbeat = Heartbeat(tmp_path, 60.0, read)
+    assert reading.wait(60)
+    now["status"] = "finished"
+    threading.Timer(0.2, goes_on.set).start()
+    heartbeat.close()
+    assert json.loads((tmp_path / HEARTBEAT).read_text())["status"] == "finished"
+
+
 def test_a_webhook_that_fails_is_one_warning_without_its_url(monitored, capsys):
     watch = {"non_finite": "skip", "alert": {"webhook": f"http://127.0.0.1:{free_port()}/T0SECRET"}}
-    file, run = monitored(watch, rows={"bad": 1}, steps=110)  # the row comes twice
+    file, run = monitored(watch, rows={"count": 20, "bad": 1}, steps=7)  # the row comes twice
     assert train(file) == 0
     assert len(read_events(run)) == 2
     said = capsys.readouterr().err
@@ -201,8 +220,23 @@ def test_a_busy_port_is_refused(monitored, receiver, capsys):
     assert f"watch.prometheus_port: {port} cannot be opened" in capsys.readouterr().err
 
 
+# The clock of the steps counts what the process computes and what it means to sleep, not what a busy machine does.
+WAITS = """
+import sys, time
+from types import SimpleNamespace
+import monitor_parts
+from weft.cli.main import main
+from weft.train import clock
+
+slept = []
+monitor_parts.time = SimpleNamespace(sleep=slept.append)
+clock.time = SimpleNamespace(perf_counter=lambda: time.process_time() + sum(slept))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_waits_for_data_and_growing_memory_are_named_once(monitored):
-    """Each row takes 20 ms to read, and a callback keeps 4 MB of each step: a thousand years of them are too much.
+    """Each row takes 0.1 s to read, and a callback keeps 4 MB of each step: a thousand years of them are too much.
 
     In a process of its own, in whose memory no earlier test has left room.
     """
@@ -210,10 +244,10 @@ def test_waits_for_data_and_growing_memory_are_named_once(monitored):
     file, run = monitored(
         {"every": 1},
         steps=10**8,
-        rows={"seconds": 0.02},
+        rows={"seconds": 0.1},
         callback={"leak": 4_000_000, "stop": steps},
     )
-    done = forked.run("train", file)
+    done = forked.run("train", file, program=WAITS)
     assert done.returncode == 0, done.stderr
     found = {event["event"]: event for event in read_events(run)}
     assert sorted(event["event"] for event in read_events(run)) == ["data-stall", "memory-growth"]
@@ -260,12 +294,12 @@ def test_a_disk_without_room_for_two_checkpoints_is_a_warning_before_it_is_full(
 def test_the_rank_for_which_the_others_wait_is_named(monitored, tmp_path, ranks):
     from pool import weft_command
 
-    file, run = monitored({"every": 4, "data_stall": None}, steps=20, schedule="monitor_parts:Sleepy")
+    file, run = monitored({"every": 2, "data_stall": None}, steps=10, schedule="monitor_parts:Sleepy")
     (code, errors), (_, other) = ranks.call(weft_command, 2, tmp_path, ["train", str(file)])
     assert code == 0, errors + other
     [event] = read_events(run)
     assert (event["event"], event["rank"]) == ("slow-rank", 1)
-    assert event["seconds"] > 0.06
+    assert event["seconds"] > 0.25
     assert "the other ranks wait for rank 1" in errors
 
 

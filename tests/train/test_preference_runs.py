@@ -89,7 +89,9 @@ def test_margins_of_held_out_pairs_rise(write, prefs, capsys, objective, model):
     assert margin == pytest.approx(held_out[-1]["validation_margin"], rel=1e-4)
 
 
-@pytest.mark.parametrize("adapter", [None, {"r": 4, "dropout": 0.1}], ids=["all", "lora"])
+@pytest.mark.parametrize(
+    "adapter", [pytest.param(None, marks=pytest.mark.long), {"r": 4, "dropout": 0.1}], ids=["all", "lora"]
+)
 def test_a_resumed_run_is_the_same_to_the_bit(write, prefs, adapter):
     for name in ("straight", "broken"):
         file = write(name, {"type": "dpo", "loss": "robust", "label_smoothing": 0.1}, adapter=adapter)

@@ -74,7 +74,7 @@ def peft_folder(hf_folder, tmp_path):
     return tmp_path / "peft", model(IDS).logits[:, 0].detach()
 
 
-@pytest.mark.parametrize("adapter", [{}, {"init": "pissa"}], ids=str)
+@pytest.mark.parametrize("adapter", [{}, pytest.param({"init": "pissa"}, marks=pytest.mark.long)], ids=str)
 def test_peft_and_transformers_compute_the_same_scores(write, hf_folder, tmp_path, capsys, adapter):
     from transformers import AutoModelForSequenceClassification
 

@@ -10,7 +10,7 @@ from running import assert_same_weights, losses, metrics, train
 from weft.generation.engine import Engine
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["during", "before"])
+@pytest.mark.parametrize("before", [False, pytest.param(True, marks=pytest.mark.long)], ids=["during", "before"])
 def test_sampling_stops_and_the_resumed_run_is_the_uninterrupted_run(before, run_yaml, tmp_path, monkeypatch):
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)

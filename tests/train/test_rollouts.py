@@ -12,8 +12,9 @@ from weft.data.batches.layout import Field, Layout
 from weft.train.rollouts.rollout import Completion, Rollout, pack_documents
 
 # The engine has the sums of weights and adapters, the trainer computes with both; with a quantized base both do.
-ADAPTERS = [None, {"r": 4, "alpha": 8}, {"r": 4, "init": "pissa"}, {"r": 4, "dora": True, "targets": "all-linear"}]
-ADAPTERS += [{"r": 4, "dora": True, "quantize": "int8"}]
+ADAPTERS = [None, {"r": 4, "dora": True, "quantize": "int8"}]
+MORE = [{"r": 4, "alpha": 8}, {"r": 4, "init": "pissa"}, {"r": 4, "dora": True, "targets": "all-linear"}]
+ADAPTERS += [pytest.param(one, marks=pytest.mark.long) for one in MORE]
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +87,8 @@ def test_log_probabilities_of_the_engine_are_those_of_the_trainer(adapter, run_y
 
 
 def test_steps_with_rollouts_are_profiled(run_yaml, capsys):
-    assert main(["profile", str(run_yaml(**settings(training={"steps": 8})))]) == 0
+    few = settings({"max_new_tokens": 2, "prompts": 2, "group": 2}, training={"steps": 8})
+    assert main(["profile", str(run_yaml(**few)), "--warmup", "1", "--steps", "2"]) == 0
     assert "recorded steps" in capsys.readouterr().err
 
 

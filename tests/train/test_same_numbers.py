@@ -36,7 +36,14 @@ def test_activation_checkpointing_changes_nothing(both):
 SIDE_BY_SIDE = {"num_hidden_layers": 1, "use_parallel_residual": True, "attention_bias": True, "mlp_bias": True}
 
 
-@pytest.mark.parametrize(("model", "dtype"), [({}, "float32"), (SIDE_BY_SIDE, "bfloat16")], ids=["llama", "neox"])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        pytest.param(SIDE_BY_SIDE, "float32", id="neox"),
+        pytest.param({}, "float32", id="llama", marks=pytest.mark.long),
+        pytest.param(SIDE_BY_SIDE, "bfloat16", id="neox-bfloat16", marks=pytest.mark.long),
+    ],
+)
 def test_compiled_blocks_give_the_same_losses(both, model, dtype):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

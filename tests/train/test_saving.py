@@ -81,7 +81,7 @@ def slow_copies(monkeypatch):
 
 
 @pytest.mark.usefixtures("slow_copies")
-@pytest.mark.parametrize("writes", ["update", "validation", "forward"])
+@pytest.mark.parametrize("writes", [pytest.param("update", marks=pytest.mark.long), "validation", "forward"])
 def test_what_writes_to_weights_soon_after_a_save_does_not_change_it(
     train, tmp_path, monkeypatch, tiny_heldout, writes
 ):

@@ -82,7 +82,11 @@ SPIKES = {"window": 8, "factor": 20.0}
     [
         (0.0, {"non_finite": "rollback"}, "non-finite", {}),
         (50.0, {"spike": SPIKES | {"action": "rollback"}}, "spike", {"mode": "async"}),
-        (0.0, {"non_finite": "rollback"}, "non-finite", {"mode": "async", "local": {"steps": 1, "directory": "local"}}),
+        pytest.param(
+            *(0.0, {"non_finite": "rollback"}, "non-finite"),
+            {"mode": "async", "local": {"steps": 1, "directory": "local"}},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_rollback_equals_a_run_that_never_had_the_data(watched, factor, watch, kind, save, capsys):
@@ -129,7 +133,7 @@ def test_a_rollback_to_a_damaged_checkpoint_deletes_nothing(watched, capsys):
     assert checkpoints(run) == [older, newer]
 
 
-@pytest.mark.parametrize("action", ["rollback", "skip"])
+@pytest.mark.parametrize("action", ["rollback", pytest.param("skip", marks=pytest.mark.long)])
 def test_a_run_with_bad_data_is_reproduced_bit_by_bit(watched, action, capsys):
     """From the start, and from a checkpoint before and after the data that the run skipped."""
     file, run = watched("often", bad=7 * BATCH, dropout=0.1, watch={"non_finite": action})
