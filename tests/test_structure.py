@@ -5,14 +5,10 @@ import graphlib
 import re
 import tomllib
 from functools import cache
-from pathlib import Path
 
 import grimp
 import pytest
-
-import weft
-
-ROOT = Path(weft.__file__).parent
+from source_trees import ROOT, dotted, nodes, sources, trees
 
 # Modules that may import by name -> what they import in this way.
 BY_NAME = {
@@ -36,16 +32,6 @@ LARGE_FUNCTIONS = {
     "objectives/online_dpo.py: __init__": "each is a key of `objective:`",
     "optim/muon.py: __init__": "each is a key of `optimizer:`",
 }
-
-
-@cache
-def sources() -> dict[str, str]:
-    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted(ROOT.rglob("*.py"))}
-
-
-@cache
-def trees() -> dict[str, ast.Module]:
-    return {name: ast.parse(text) for name, text in sources().items()}
 
 
 @cache
@@ -73,8 +59,8 @@ def test_modules_are_imported_by_name_only_where_the_name_is_given_at_run_time()
     found = {
         name
         for name, tree in trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__")
+        for node in nodes(tree)
+        if isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in ("import_module", "__import__")
     }
     assert found == set(BY_NAME)
 
@@ -86,7 +72,7 @@ def test_files_are_short():
 def test_functions_are_short_and_take_few_parameters():
     found = set()
     for name, tree in trees().items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             taken = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]

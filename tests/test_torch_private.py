@@ -1,12 +1,11 @@
 """Private names of torch: all are there, and all are used in one file."""
 
 import ast
-from pathlib import Path
 
-import weft
+from source_trees import nodes, trees
+
 from weft import torch_private
 
-SOURCES = Path(weft.__file__).parent
 OTHERS = {
     "_from_config",
     "_attn_implementation",
@@ -48,11 +47,11 @@ def is_private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
-def names_of_weft(trees):
+def names_of_weft(every):
     """Private names that Weft itself gives: functions, classes, variables, attributes."""
     found = set()
-    for tree in trees:
-        for node in ast.walk(tree):
+    for tree in every:
+        for node in nodes(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -64,7 +63,7 @@ def names_of_weft(trees):
 
 def private_names(tree, known):
     """Private names that are imported from torch, or looked up in what may be torch's, with their lines."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             named = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -82,9 +81,9 @@ def private_names(tree, known):
 
 
 def test_no_other_file_uses_one():
-    trees = {path: ast.parse(path.read_text()) for path in SOURCES.rglob("*.py") if path.name != "torch_private.py"}
-    known = names_of_weft(trees.values()) | OTHERS
-    found = [f"{path}:{line}: {name}" for path, tree in trees.items() for line, name in private_names(tree, known)]
+    every = {path: tree for path, tree in trees().items() if path.rpartition("/")[2] != "torch_private.py"}
+    known = names_of_weft(every.values()) | OTHERS
+    found = [f"{path}:{line}: {name}" for path, tree in every.items() for line, name in private_names(tree, known)]
     assert not found, "move to src/weft/torch_private.py:\n" + "\n".join(found)
 
 
@@ -96,8 +95,8 @@ from torch.utils import _pytree
 def f(module, tensor):
     return module._parameters, tensor.untyped_storage()._cdata, torch.ops.aten._flash.default, self._own
 """
-    found = [name for _, name in private_names(ast.parse(text), {"_own"})]
-    assert found == [
+    found = {name for _, name in private_names(ast.parse(text), {"_own"})}
+    assert found == {
         "torch._inductor.config", "torch._C._current_graph_task_id", "torch.utils._pytree", "_parameters", "_cdata",
         "_flash",
-    ]  # fmt: skip
+    }  # fmt: skip
