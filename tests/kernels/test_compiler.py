@@ -2,15 +2,18 @@
 
 import errno
 import os
-import subprocess
-import sys
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from forked import Forked
 
 from weft.kernels import compiler
 from weft.kernels.compiler import use_user_cache
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def test_the_folder_is_the_users(monkeypatch, tmp_path):
@@ -54,8 +57,8 @@ def test_a_folder_that_pytorch_itself_set_is_none_that_the_user_chose(monkeypatc
     monkeypatch.delenv(compiler.FOLDER, raising=False)
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
     program = f"import torch._dynamo, os; from weft.kernels.compiler import use_user_cache as use; use(); {SHOW}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.startswith(str(tmp_path)), done.stderr
+    out, errors = Forked(program=program).communicate(timeout=60)
+    assert out.startswith(str(tmp_path)), errors
 
 
 def test_a_cache_is_emptied_on_a_full_disk(monkeypatch, tmp_path):
@@ -82,29 +85,45 @@ print(sorted(name for name in torch._dynamo.utils.counters["inductor"] if "cache
 """
 
 
+def run(processes: int, **environment: Path) -> list[tuple[str, str]]:
+    """What processes printed that compile at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(compiler.FOLDER, raising=False)
+        started = [
+            Forked(program=PROGRAM, **{name: str(path) for name, path in environment.items()}) for _ in range(processes)
+        ]
+        found = [process.communicate(timeout=240) for process in started]
+    assert [process.returncode for process in started] == [0] * processes, found
+    return found
+
+
+@pytest.fixture(scope="module")
+def at_once(tmp_path_factory):
+    """A folder in which two processes compiled at once, and what they printed."""
+    folder = tmp_path_factory.mktemp("at_once")
+    return folder, run(2, WEFT_CACHE=folder)
+
+
+def test_of_processes_at_once_one_compiles(at_once):
+    _, found = at_once
+    assert sorted(out.strip() for out, _ in found) == ["['fxgraph_cache_hit']", "['fxgraph_cache_miss']"]
+    assert not any("empty cache" in errors for _, errors in found)
+
+
 @pytest.mark.parametrize("variable", ["WEFT_CACHE", compiler.FOLDER])
-def test_one_process_compiles_and_damaged_code_is_compiled_again(variable, tmp_path):
+def test_damaged_code_is_compiled_again(variable, at_once, tmp_path):
     """Damaged: files that a killed compiler wrote in part. Nothing is deleted in a folder that the user chose."""
+    (folder,) = (at_once[0] / "compiled").iterdir()
+    shutil.copytree(
+        folder, tmp_path / "compiled" / folder.name if variable == "WEFT_CACHE" else tmp_path, dirs_exist_ok=True
+    )
     (tmp_path / "own").write_text("")
-
-    def run(processes: int) -> list[tuple[str, str]]:
-        environment = {name: value for name, value in os.environ.items() if name != compiler.FOLDER}
-        environment[variable] = str(tmp_path)
-        options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started = [subprocess.Popen([sys.executable, "-c", PROGRAM], **options) for _ in range(processes)]
-        found = [process.communicate() for process in started]
-        assert [process.returncode for process in started] == [0] * processes, found
-        return found
-
-    at_once = run(2)
-    assert sorted(out.strip() for out, _ in at_once) == ["['fxgraph_cache_hit']", "['fxgraph_cache_miss']"]
-    assert not any("empty cache" in errors for _, errors in at_once)
     # Inductor's own tests of AVX-512's extensions are not damaged: without them it compiles for fewer instructions.
     libraries = [file for file in tmp_path.rglob("*.so") if "_chk_kernel" not in file.with_suffix(".cpp").read_text()]
     assert libraries
     for library in libraries:
         library.write_bytes(library.read_bytes()[:100])
-    ((_, errors),) = run(1)
+    ((_, errors),) = run(1, **{variable: tmp_path})
     again = next((tmp_path / "compiled").iterdir()) if variable == "WEFT_CACHE" else tmp_path / "weft" / "again"
     assert f"compiling failed, and starts again with an empty cache in {again}: " in errors
     assert all(library.stat().st_size > 100 for library in again.rglob("*.so"))
