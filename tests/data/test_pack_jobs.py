@@ -99,7 +99,9 @@ def start(*arguments, range_bytes=RANGE):
     return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)])
 
 
-@pytest.mark.parametrize("moment", ["begun", "a part", "some appended", "most appended"])
+@pytest.mark.parametrize(
+    "moment", ["begun", "a part", *(pytest.param(f"{n} appended", marks=pytest.mark.long) for n in ("some", "most"))]
+)
 def test_a_killed_pack_goes_on_and_gives_the_same_bytes(tmp_path, inputs, undisturbed, tiny_tokenizer, moment):
     out = tmp_path / "s"
     journal, parts = partial(out) / "journal.jsonl", partial(out) / "parts"
@@ -330,7 +332,11 @@ def test_if_the_fast_library_is_not_trusted_all_is_done_exactly(tmp_path, inputs
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("number", "code", "line"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.long),
+    ],
 )
 def test_ctrl_c_is_one_line_and_the_same_command_goes_on(tmp_path, words, tiny_tokenizer, number, code, line):
     path, chooser = tmp_path / "in.jsonl", random.Random(8)

@@ -39,10 +39,15 @@ def assert_same(tokenizer, made, texts, fast=True):
 
 
 BYTE_LEVEL = [(pattern, False) for pattern in PATTERNS] + [("qwen2", True)]
+SHORT = [("llama3", False), ("qwen2", True)]
 NAMES = [f"{pattern}{'-nfc' * nfc}" for pattern, nfc in BYTE_LEVEL]
 
 
-@pytest.mark.parametrize(("pattern", "nfc"), BYTE_LEVEL, ids=NAMES)
+@pytest.mark.parametrize(
+    ("pattern", "nfc"),
+    [pytest.param(*one, marks=() if one in SHORT else pytest.mark.long) for one in BYTE_LEVEL],
+    ids=NAMES,
+)
 def test_every_character_beside_every_class_of_others(tmp_path, pattern, nfc):
     made = cases.by_pairs(pattern, nfc=nfc)
     tokenizer = Tokenizer.load(cases.save(made, tmp_path))

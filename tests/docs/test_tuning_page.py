@@ -90,11 +90,14 @@ def test_the_commands_of_the_page_of_quantization(home):
         RunConfig.load(name)
 
 
-def test_the_table_of_memory_is_current():
+@pytest.mark.parametrize(
+    ("number", "model"),
+    [(2, "Llama 3.2 1B"), (3, "Llama 3.2 1B"), pytest.param(4, "Llama 2 7B", marks=pytest.mark.long)],
+)
+def test_the_table_of_memory_is_current(number, model):
     """Its first rows, which are fast to compute. `make docs` writes the table."""
     table = runpy.run_path(str(DOCS / "memory_table.py"))
     page = PAGE.read_text(encoding="utf-8")
     rows = page[page.index(table["BEGIN"]) : page.index(table["END"])].split("\n\n")[1].splitlines()
     assert [row.split(" | ")[0].strip("| ") for row in rows[2::2]] == list(table["MODELS"])
-    for number, model in ((2, "Llama 3.2 1B"), (3, "Llama 3.2 1B"), (4, "Llama 2 7B")):
-        assert rows[number] + "\n" == table["row"](model, 1 if number % 2 == 0 else 8)
+    assert rows[number] + "\n" == table["row"](model, 1 if number % 2 == 0 else 8)

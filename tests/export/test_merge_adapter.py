@@ -89,7 +89,10 @@ def weft_command(capsys, *words):
     return main([str(word) for word in words]), *capsys.readouterr()
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "nf4"])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.long if case in ("llama", "hf") else ()) for case in CASES if case != "nf4"],
+)
 def test_a_trained_adapter_for_peft_and_merged(tuned, tmp_path, capsys, case):
     run, base = tuned(case)
     expected, before = logits(weft.load_model(run)), logits(AutoModelForCausalLM.from_pretrained(base))

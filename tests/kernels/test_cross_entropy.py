@@ -84,7 +84,7 @@ def test_a_frozen_head_gets_no_gradient_and_changes_nothing():
     assert torch.equal(alone, beside)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("softcap", [pytest.param(None, marks=pytest.mark.long), 2.0])
 def test_compiled_equals_uncompiled(softcap, monkeypatch):
     torch.manual_seed(0)
     hidden, weight = torch.randn(7, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)

@@ -64,7 +64,9 @@ def ways(model, way):
             block.forward = torch.compile(block.forward)
 
 
-@pytest.mark.parametrize("way", ["eager", "recomputed", "traced", "recomputed and traced"])
+@pytest.mark.parametrize(
+    "way", ["eager", "recomputed", pytest.param("traced", marks=pytest.mark.long), "recomputed and traced"]
+)
 def test_rows_of_documents_are_the_documents_alone(way):
     model, inputs = decoder(), packed()
     expected = one_by_one(model, inputs)

@@ -145,7 +145,12 @@ def test_a_pattern_changes_the_model_and_latent_attention_knows_it(pattern):
 
 @pytest.mark.parametrize(
     "choice",
-    [OWN, {"attention_pattern": PATTERNS[3]}, {"attention_implementation": "sdpa"}, {"sliding_window": 4}],
+    [
+        OWN,
+        pytest.param({"attention_pattern": PATTERNS[3]}, marks=pytest.mark.long),
+        pytest.param({"attention_implementation": "sdpa"}, marks=pytest.mark.long),
+        {"sliding_window": 4},
+    ],
     ids=["own", "bigbird", "sdpa", "window"],
 )
 def test_compiled_blocks_are_one_graph(choice):

@@ -36,8 +36,9 @@ def tables(name: str) -> dict:
     return {field: getattr(plan, field) for field in fields}
 
 
-def test_found_plans_are_one_process(ranks):
-    cases = [(name, tables(name)) for name in ("gpt", "vit", "clip", "experts")]
+@pytest.mark.parametrize("names", [["clip", "experts"], pytest.param(["gpt", "vit"], marks=pytest.mark.long)], ids=str)
+def test_found_plans_are_one_process(ranks, names):
+    cases = [(name, tables(name)) for name in names]
     assert all(found["tp"] == 2 and (found["parameters"] or found["islands"]) for _, found in cases)
     for found in ranks.call(parallelize_parts.equal_to_one_process, 2, cases, seconds=240):
         for name, worst in found:

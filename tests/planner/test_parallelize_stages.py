@@ -26,13 +26,18 @@ def check(ranks, number, cases):
             assert worst < 1e-9, f"{name}: {worst}"
 
 
-def test_two_stages_are_one_process(ranks):
-    zero_bubble = {"schedule": "ZBVZeroBubble"}
-    check(ranks, 2, [("gpt", {}), ("encoder-decoder", {}), ("unet", zero_bubble), ("dropout", {})])
+@pytest.mark.parametrize(
+    "names", [["encoder-decoder", "unet"], pytest.param(["gpt", "dropout"], marks=pytest.mark.long)], ids=str
+)
+def test_two_stages_are_one_process(ranks, names):
+    check(ranks, 2, [(name, {"schedule": "ZBVZeroBubble"} if name == "unet" else {}) for name in names])
 
 
-def test_stages_with_data_and_tensor_parallelism_are_one_process(ranks):
-    check(ranks, 4, [("gpt", {"dp": 2}), ("gpt", {"tp": 2, "schedule": "Interleaved1F1B"})])
+@pytest.mark.parametrize(
+    "options", [{"tp": 2, "schedule": "Interleaved1F1B"}, pytest.param({"dp": 2}, marks=pytest.mark.long)], ids=str
+)
+def test_stages_with_data_and_tensor_parallelism_are_one_process(ranks, options):
+    check(ranks, 4, [("gpt", options)])
 
 
 @pytest.mark.matrix

@@ -38,6 +38,7 @@ def check(ranks, number, plans, steps):
             assert worst < 1e-9, f"{plan}: {worst}"
 
 
+@pytest.mark.long
 def test_a_gpt_learns_as_on_one_device(ranks):
     check(ranks, 2, [SEQUENCE | {"recompute": ("h.*",)}], 8)
 

@@ -252,7 +252,7 @@ def test_simulated_memory_stands_beside_the_formulas(weft):
             assert one[f"{name}_bytes"] == pytest.approx(sum(one[name].values()), abs=10)
         assert one["simulated"]["optimizer"] == pytest.approx(2 * one["simulated"]["parameters"], rel=1e-2)
         assert one["simulated"]["activations"] > 0
-    code, out, _ = weft(*words)
+    code, out, _ = weft(*(word for word in words if "pp: 2" not in word))
     assert code == 0
     assert "rank 0, two steps of the code without memory" in out
     code, out, err = weft(*words, "parallel.offload=optimizer")

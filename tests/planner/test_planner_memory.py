@@ -94,7 +94,7 @@ def test_a_gpu_needs_more_for_its_context_and_fragmentation(run):  # noqa: F811
         "{mlp: gated, hidden_act: silu, moe: {num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 512}}",
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_a_block_saves_as_many_bytes_as_the_real_one(run, model, dtype):  # noqa: F811
     changes = [f"training.dtype={dtype}", "model.hidden_size=512", "model.vocab_size=64", "data.sequence_length=256"]
     given = [f"model.{key}={value}" for key, value in _items(model)]

@@ -49,7 +49,7 @@ def candidates(config, devices, hardware):
 @pytest.mark.parametrize(
     ("devices", "memory_gb", "overrides"),
     [
-        (2, 2.0, SMALL),
+        pytest.param(2, 2.0, SMALL, marks=pytest.mark.long),
         (4, 1.45, [*SMALL, "training.batch_tokens=2048"]),
         (2, 1.7, [*SMALL, *EXPERTS, "training.batch_tokens=2048"]),
     ],
@@ -89,11 +89,11 @@ def cpu(memory_gb: float):
 @pytest.mark.parametrize(
     ("overrides", "machine"),
     [
-        ([], machine),
+        pytest.param([], machine, marks=pytest.mark.long),
         ([], cpu),
         (EXPERTS, machine),
         (["training.compile=true", "optimizer={type: muon, lr: 0.01}"], machine),
-        (["parallel.layers_per_fsdp_unit=2"], cpu),
+        pytest.param(["parallel.layers_per_fsdp_unit=2"], cpu, marks=pytest.mark.long),
     ],
 )
 def test_bounds_never_exceed_what_is_predicted(run, overrides, machine):  # noqa: F811

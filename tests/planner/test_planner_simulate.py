@@ -40,10 +40,11 @@ def run(tmp_path):
     return load
 
 
-MESHES = ({}, {"tp": 2}, {"dp_replicate": 2}, {"cp": 2}, {"dp_replicate": 8, "dp_shard": 1})
+MESHES = ({}, {"dp_replicate": 8, "dp_shard": 1})
+LONG = [pytest.param(mesh, marks=pytest.mark.long) for mesh in ({"tp": 2}, {"dp_replicate": 2}, {"cp": 2})]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: json.dumps(mesh))
+@pytest.mark.parametrize("mesh", [*MESHES, *LONG], ids=json.dumps)
 def test_the_formulas_say_what_the_real_code_needs(run, mesh):
     config = run(mesh)
     (found,), (planned,) = simulate(config, 8), memory_of(config, 8, cpu=True)
