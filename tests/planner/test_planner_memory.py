@@ -84,17 +84,22 @@ def test_a_gpu_needs_more_for_its_context_and_fragmentation(run):  # noqa: F811
     assert gpu.fragmentation == pytest.approx(FRAGMENTATION * changing)
 
 
+BLOCKS = [
+    "{}",
+    "{mlp: gated, hidden_act: silu, intermediate_size: 2816}",
+    "{num_key_value_heads: 2, qk_norm: true}",
+    "{norm_placement: both}",
+    "{mlp: gated, hidden_act: silu, moe: {num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 512}}",
+]
+
+
 @pytest.mark.parametrize(
-    "model",
+    ("dtype", "model"),
     [
-        "{}",
-        "{mlp: gated, hidden_act: silu, intermediate_size: 2816}",
-        "{num_key_value_heads: 2, qk_norm: true}",
-        "{norm_placement: both}",
-        "{mlp: gated, hidden_act: silu, moe: {num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 512}}",
+        *(("float32", model) for model in BLOCKS),
+        *(pytest.param("bfloat16", model, marks=pytest.mark.long if model != BLOCKS[2] else ()) for model in BLOCKS),
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_a_block_saves_as_many_bytes_as_the_real_one(run, model, dtype):  # noqa: F811
     changes = [f"training.dtype={dtype}", "model.hidden_size=512", "model.vocab_size=64", "data.sequence_length=256"]
     given = [f"model.{key}={value}" for key, value in _items(model)]

@@ -40,8 +40,8 @@ def run(tmp_path):
     return load
 
 
-MESHES = ({}, {"dp_replicate": 8, "dp_shard": 1})
-LONG = [pytest.param(mesh, marks=pytest.mark.long) for mesh in ({"tp": 2}, {"dp_replicate": 2}, {"cp": 2})]
+MESHES = ({}, {"tp": 2}, {"dp_replicate": 8, "dp_shard": 1})
+LONG = [pytest.param(mesh, marks=pytest.mark.long) for mesh in ({"dp_replicate": 2}, {"cp": 2})]
 
 
 @pytest.mark.parametrize("mesh", [*MESHES, *LONG], ids=json.dumps)
