@@ -180,7 +180,9 @@ def test_a_reward_model_scores_the_last_token_and_is_no_reference(write, prefs, 
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("recipe", ["dpo", "simpo", "orpo", "kto", "reward"])
+@pytest.mark.parametrize(
+    "recipe", ["dpo", *(pytest.param(name, marks=pytest.mark.long) for name in ("simpo", "orpo")), "kto", "reward"]
+)
 def test_recipes(prefs, hf_folder, recipe, monkeypatch):
     monkeypatch.chdir(prefs)
     with (prefs / "labels.jsonl").open("w") as file:
