@@ -155,6 +155,7 @@ def test_compiled_blocks_have_the_same_gradients(mode, caplog):
     assert not caplog.records
 
 
+@pytest.mark.long
 def test_a_compiler_with_a_budget_draws_no_new_random_numbers():
     """Compiled code has random numbers of its own; backward has to have those of forward."""
     found = []
@@ -224,7 +225,7 @@ def test_what_is_refused(run_yaml):
 
 ON_RANKS = [
     ("gqa", {"dp_shard": 2, "tp": 2}, "selective"),
-    ("moe", {"dp_shard": 2, "ep": 2}, "selective"),
+    pytest.param("moe", {"dp_shard": 2, "ep": 2}, "selective", marks=pytest.mark.long),
     ("moe", {"dp_shard": 2, "ep": 2}, "budget-0.5"),
     ("gqa", {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, "budget-0.5"),
     ("gqa", {"cp": 2, "cp_method": "ring"}, "selective"),

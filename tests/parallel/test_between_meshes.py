@@ -19,8 +19,9 @@ JOURNEYS = [
 
 
 def journey(number, model, meshes):
-    """A row of the table; `make test` takes the first two."""
+    """A row of the table; `make test` takes the second, and `make test-long` the first."""
     marks = [pytest.mark.xdist_group("ranks")] if number < 2 else [pytest.mark.matrix]
+    marks += [pytest.mark.long] if number == 0 else []
     reasons = [reason for mesh in meshes if (reason := unknown(mesh))]
     marks += [pytest.mark.skip(reason=f"there is no {reasons[0]}")] if reasons else []
     return pytest.param(model, meshes, id=f"{model}-{'-'.join(map(mesh_name, meshes))}", marks=marks)

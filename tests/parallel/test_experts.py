@@ -60,7 +60,11 @@ def assert_equal_runs(one, other):
 
 # 6 sequences on 4 ranks: the last one has rows that do not count, neither in the loss nor in the balance.
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize(("model", "sequences"), [(DEEPSEEK, 6), (GPT_OSS, 16)], ids=["deepseek, uneven", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("model", "sequences"),
+    [(DEEPSEEK, 6), pytest.param(GPT_OSS, 16, marks=pytest.mark.long)],
+    ids=["deepseek, uneven", "gpt-oss"],
+)
 def test_four_ranks_and_single_rows_are_one_process(runner, write, model, sequences):
     alone, alone_run = write("alone", model, sequences=sequences)
     four, four_run = write("four", model, sequences=sequences, micro=2, parallel={"dp_replicate": 2, "dp_shard": 2})

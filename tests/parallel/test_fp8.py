@@ -84,7 +84,9 @@ def fitted(runner, case: Case, name: str, **training) -> tuple[Run, dict[str, in
     return Run(runner.folder / name), sent[0]
 
 
-@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{}, *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ({"dp_shard": 2}, {"tp": 2}))], ids=str
+)
 def test_training_is_close_to_bfloat16(runner, torchao, mesh):
     case = Case("dense", "plain", mesh)
     wide = runner.run(case, steps=3, name="wide", training={"dtype": "bfloat16"})

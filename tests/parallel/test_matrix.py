@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from compare import compare
-from matrix import SAMPLE, WITHIN, Case, matrix, mesh_name, unknown
+from matrix import LARGER_SAMPLE, SAMPLE, WITHIN, Case, matrix, mesh_name, unknown
 
 # Queries' and keys' product with one vector for all keys is the same for each: softmax does not see it.
 WITHOUT_GRADIENT = "k_proj.bias"
@@ -23,7 +23,10 @@ def check(runner, case, record_property):
     assert difference.good, f"{case}: {difference.wrong()}"
 
 
-@pytest.mark.parametrize("case", [row(case, pytest.mark.xdist_group("ranks")) for case in SAMPLE])
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(
+    "case", [*(row(case) for case in SAMPLE), *(row(case, pytest.mark.long) for case in LARGER_SAMPLE)]
+)
 def test_a_sample_of_the_matrix(runner, case, record_property):
     check(runner, case, record_property)
 

@@ -48,7 +48,7 @@ def one(runner):
     [
         ({}, 1, "Twice"),
         ({"dp_shard": 2, "cp": 2}, 3, "Twice"),
-        ({"cp": 2, "tp": 2, "cp_method": "all_gather"}, 2, "Preference"),
+        pytest.param({"cp": 2, "tp": 2, "cp_method": "all_gather"}, 2, "Preference", marks=pytest.mark.long),
         ({"pp": 2}, 2, "Preference"),
         ({"pp": 2, "cp": 2, "pp_schedule": "zbv_zero_bubble"}, 1, "Preference"),
     ],
@@ -83,7 +83,11 @@ def packed(runner):
 
 @pytest.mark.parametrize(
     ("mesh", "micro"),
-    [({"dp_shard": 2, "cp": 2}, 2), ({"pp": 2, "cp": 2, "cp_method": "all_gather"}, 1), ({"dp_shard": 2}, 1)],
+    [
+        pytest.param({"dp_shard": 2, "cp": 2}, 2, marks=pytest.mark.long),
+        ({"pp": 2, "cp": 2, "cp_method": "all_gather"}, 1),
+        ({"dp_shard": 2}, 1),
+    ],
     ids=str,
 )
 def test_items_of_packed_documents_on_a_mesh_are_those_of_one_process(runner, packed, mesh, micro):

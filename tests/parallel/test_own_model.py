@@ -51,76 +51,91 @@ def write_run(folder, name, model, mesh, **training):
     return file
 
 
+# Changes of the page's model, its arguments, and keys of `training`.
+MODELS = {
+    "tied": ([], {"tied": True}, {}),
+    "recomputing": ([], {"tied": False}, {"activation_checkpointing": "full"}),
+    # A head that is whole, of a rank's slice of the sequence; biases everywhere.
+    "whole head": ([('        "head": "head",\n', ""), ("bias=False", "bias=True")], {"tied": False}, {}),
+    # `labels` and `positions` are the model's to take; output projections begin as zeros.
+    "labels": (
+        [
+            ("def forward(self, tokens):", "def forward(self, tokens, positions, labels):"),
+            ("torch.arange(tokens.shape[1], device=tokens.device)", "positions"),
+            (
+                "return self.head(self.norm(x))",
+                "return self.head(self.norm(x)).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)",
+            ),
+            (
+                "        if tied:\n",
+                "        for block in self.blocks:\n"
+                "            nn.init.zeros_(block.mlp[2].weight)\n"
+                "            nn.init.zeros_(block.mlp[2].bias)\n"
+                "        if tied:\n",
+            ),
+        ],
+        {},
+        {},
+    ),
+    # Parameters without dimensions, in the blocks and outside of them.
+    "scalars": (
+        [
+            ("x + self.mlp(", "x + self.gain * self.mlp("),
+            (
+                "        self.attention = ",
+                "        self.gain = nn.Parameter(torch.tensor(1.5))\n        self.attention = ",
+            ),
+            ("self.head(self.norm(x))", "self.head(self.scale * self.norm(x))"),
+            ("        if tied:\n", "        self.scale = nn.Parameter(torch.tensor(0.7))\n        if tied:\n"),
+        ],
+        {},
+        {"activation_checkpointing": "full"},
+    ),
+    # Replicated parameters that are used after the head, with and without dimensions.
+    "after the head": (
+        [
+            ("self.head(self.norm(x))", "self.gain * self.head(self.norm(x)) + self.bias"),
+            (
+                "        if tied:\n",
+                "        self.gain = nn.Parameter(torch.tensor(0.7))\n"
+                "        self.bias = nn.Parameter(torch.linspace(-1, 1, vocab_size))\n"
+                "        if tied:\n",
+            ),
+        ],
+        {},
+        {},
+    ),
+}
+ON_MESHES = [
+    ("tied", {"tp": 2, "dp_shard": 2}),
+    ("recomputing", {"tp": 2}),
+    ("whole head", {"tp": 2}),
+    ("labels", {"tp": 2}),
+    ("scalars", {"dp_shard": 2}),
+    ("after the head", {"tp": 2}),
+]
+ON_OTHER_MESHES = [
+    ("tied", {"dp_shard": 2}),
+    ("labels", {"tp": 2, "dp_replicate": 2}),
+    ("scalars", {"dp_shard": 2, "dp_replicate": 2}),
+    ("scalars", {"dp_shard": 2, "tp": 2}),
+    ("after the head", {"tp": 2, "dp_shard": 2}),
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "arguments", "meshes", "training"),
-    [
-        ([], {"tied": True}, [{"tp": 2, "dp_shard": 2}, {"dp_shard": 2}], {}),
-        ([], {"tied": False}, [{"tp": 2}], {"activation_checkpointing": "full"}),
-        # A head that is whole, of a rank's slice of the sequence; biases everywhere.
-        ([('        "head": "head",\n', ""), ("bias=False", "bias=True")], {"tied": False}, [{"tp": 2}], {}),
-        # `labels` and `positions` are the model's to take; output projections begin as zeros.
-        (
-            [
-                ("def forward(self, tokens):", "def forward(self, tokens, positions, labels):"),
-                ("torch.arange(tokens.shape[1], device=tokens.device)", "positions"),
-                (
-                    "return self.head(self.norm(x))",
-                    "return self.head(self.norm(x)).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)",
-                ),
-                (
-                    "        if tied:\n",
-                    "        for block in self.blocks:\n"
-                    "            nn.init.zeros_(block.mlp[2].weight)\n"
-                    "            nn.init.zeros_(block.mlp[2].bias)\n"
-                    "        if tied:\n",
-                ),
-            ],
-            {},
-            [{"tp": 2, "dp_replicate": 2}],
-            {},
-        ),
-        # Parameters without dimensions, in the blocks and outside of them.
-        (
-            [
-                ("x + self.mlp(", "x + self.gain * self.mlp("),
-                (
-                    "        self.attention = ",
-                    "        self.gain = nn.Parameter(torch.tensor(1.5))\n        self.attention = ",
-                ),
-                ("self.head(self.norm(x))", "self.head(self.scale * self.norm(x))"),
-                ("        if tied:\n", "        self.scale = nn.Parameter(torch.tensor(0.7))\n        if tied:\n"),
-            ],
-            {},
-            [{"dp_shard": 2, "dp_replicate": 2}, {"dp_shard": 2, "tp": 2}],
-            {"activation_checkpointing": "full"},
-        ),
-        # Replicated parameters that are used after the head, with and without dimensions.
-        (
-            [
-                ("self.head(self.norm(x))", "self.gain * self.head(self.norm(x)) + self.bias"),
-                (
-                    "        if tied:\n",
-                    "        self.gain = nn.Parameter(torch.tensor(0.7))\n"
-                    "        self.bias = nn.Parameter(torch.linspace(-1, 1, vocab_size))\n"
-                    "        if tied:\n",
-                ),
-            ],
-            {},
-            [{"tp": 2}, {"tp": 2, "dp_shard": 2}],
-            {},
-        ),
-    ],
-    ids=["tied", "recomputing", "whole head", "labels", "scalars", "after the head"],
+    ("name", "mesh"),
+    [*ON_MESHES, *(pytest.param(*other, marks=pytest.mark.long) for other in ON_OTHER_MESHES)],
+    ids=str,
 )
-def test_any_mesh_is_one_process(runner, own, tmp_path, changes, arguments, meshes, training):
+def test_any_mesh_is_one_process(runner, own, tmp_path, name, mesh):
+    changes, arguments, training = MODELS[name]
     model = {"type": own(*changes), **arguments}
+    ranks = mesh.get("tp", 1) * mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
     runner.pool.run(write_run(tmp_path, "alone", model, {}, **training), 1, seconds=120)
-    alone = Run(tmp_path / "alone")
-    for number, mesh in enumerate(meshes):
-        ranks = mesh.get("tp", 1) * mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
-        runner.pool.run(write_run(tmp_path, f"mesh{number}", model, mesh, **training), ranks, seconds=120)
-        difference = compare(alone, Run(tmp_path / f"mesh{number}"))
-        assert difference.largest <= WITHIN, (mesh, difference.wrong())
+    runner.pool.run(write_run(tmp_path, "mesh", model, mesh, **training), ranks, seconds=120)
+    difference = compare(Run(tmp_path / "alone"), Run(tmp_path / "mesh"))
+    assert difference.largest <= WITHIN, difference.wrong()
 
 
 @pytest.mark.matrix

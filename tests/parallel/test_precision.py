@@ -69,16 +69,22 @@ def test_half_the_bits_are_half_the_bytes(runner):
     assert told["bfloat16"] == pytest.approx(told["float32"] / 2, rel=0.01)
 
 
+OVERFLOWING = {"steps": 6, "every": 6, "dtype": "float16", "initial_loss_scale": 2.0**20}
+
+
+@pytest.fixture(scope="module")
+def overflowing_alone(runner):
+    return read_metrics(run(runner, "alone", **OVERFLOWING).path)
+
+
 @pytest.mark.parametrize(
     "mesh",
     [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"dp_replicate": 2, "compress": {"start_step": 1, "rank": 2}}],
     ids=str,
 )
-def test_an_overflow_is_seen_by_all_ranks(runner, mesh):
-    settings = {"dtype": "float16", "initial_loss_scale": 2.0**28}
-    made = [run(runner, name, of, steps=12, every=12, **settings) for name, of in (("alone", {}), ("shared", mesh))]
-    alone, shared = (read_metrics(one.path) for one in made)
-    assert 0 < alone[-1]["skipped"] < 11
+def test_an_overflow_is_seen_by_all_ranks(runner, overflowing_alone, mesh):
+    alone, shared = overflowing_alone, read_metrics(run(runner, "shared", mesh, **OVERFLOWING).path)
+    assert 0 < alone[-1]["skipped"] < 5
     assert abs(alone[-1]["skipped"] - shared[-1]["skipped"]) <= 1  # parts of a sum may fit where the sum does not
     assert np.isfinite(shared[-1]["grad_norm"])
     assert shared[-1]["loss"] < shared[0]["loss"]

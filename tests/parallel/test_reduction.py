@@ -58,7 +58,11 @@ def test_gradients_are_reduced_with_every_micro_batch_where_memory_is_short(run)
     assert losses == pytest.approx(expected, rel=0, abs=1e-12)
 
 
-@pytest.mark.parametrize(("memory", "later", "kept"), [(2**40, 2**20, "last"), (2**20, 2**40, "every")])
+@pytest.mark.parametrize(
+    ("memory", "later", "kept"),
+    [(2**40, 2**20, "last"), pytest.param(2**20, 2**40, "every", marks=pytest.mark.long)],
+    ids=["last", "every"],
+)
 def test_a_resumed_run_and_its_repetition_keep_the_choice_on_their_mesh(run, runner, tmp_path, memory, later, kept):
     run("run", memory)
     said, _, _ = run("run", later, steps=STEPS + 1)
