@@ -104,17 +104,26 @@ def test_it_is_exact_before_its_first_step(runner):
 def test_a_resumed_run_is_the_run(runner):
     """To the bit: the factors and the errors are saved."""
     options = {"parallel": compressed(start_step=1), "training": {"dtype": "float32"}}
-    case = Case("dense", "plain", COPIES)
+    case = Case("dense", "plain", {"dp_replicate": 2})
     whole = runner.run(case, steps=4, name="whole", **options)
     for steps in (3, 4):
         parts = runner.run(case, steps=steps, name="parts", fresh=steps == 3, **options)
     assert compare(whole, parts).largest == 0
 
 
-def test_it_goes_on_with_other_copies(runner):
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [{"dp_replicate": 4}, {"dp_replicate": 2}],
+        pytest.param([{"dp_replicate": 4}, {"dp_replicate": 2, "tp": 2}, COPIES], marks=pytest.mark.long),
+    ],
+    ids=["2", "3"],
+)
+def test_it_goes_on_with_other_copies(runner, meshes):
     """What was not told yet is shared out anew: the sum over the copies is what counts."""
-    expected = runner.run(Case("dense", "plain", {"dp_replicate": 2}), steps=3, name="stays", parallel=compressed())
-    for steps, mesh in ((1, {"dp_replicate": 4}), (2, {"dp_replicate": 2, "tp": 2}), (3, COPIES)):
+    stays = Case("dense", "plain", {"dp_replicate": 2})
+    expected = runner.run(stays, steps=len(meshes), name="stays", parallel=compressed())
+    for steps, mesh in enumerate(meshes, start=1):
         run = runner.run(
             Case("dense", "plain", mesh), steps=steps, name="moves", fresh=steps == 1, parallel=compressed()
         )

@@ -15,14 +15,15 @@ def train(runner, name, mesh, teacher):
 
 
 @pytest.mark.xdist_group("ranks")
-def test_a_teacher_on_a_mesh_is_that_of_one_process(runner):
+@pytest.mark.parametrize("mesh", [{"pp": 2}, pytest.param({"pp": 2, "cp": 2}, marks=pytest.mark.long)], ids=str)
+def test_a_teacher_on_a_mesh_is_that_of_one_process(runner, mesh):
     teacher = runner.reference(Case("gqa", "kept_lora"))
     one = train(runner, "taught", {}, teacher)
     assert json.loads((one.path / "manifest.json").read_text())["frozen_models"]["kept"]["path"].startswith(
         str(teacher.path)
     )
     assert abs(one.metrics["kept"] - runner.reference(Case("dense", "kept")).metrics["kept"]).max() > 0.01
-    difference = compare(one, train(runner, "taught-on-a-mesh", {"pp": 2, "cp": 2}, teacher))
+    difference = compare(one, train(runner, "taught-on-a-mesh", mesh, teacher))
     assert difference.largest <= WITHIN, difference.wrong()
 
 
