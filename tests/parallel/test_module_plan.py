@@ -187,6 +187,7 @@ def test_a_reference_runs_in_the_stages_of_the_model(runner, net, tmp_path):
     assert difference.largest <= WITHIN, difference.wrong()
 
 
+@pytest.mark.long
 def test_a_killed_run_in_pipeline_stages_resumes_with_the_same_numbers(runner, net, tmp_path):
     dropout = "return F.dropout(x + self.mlp(self.norm2(x)), 0.1, self.training)"
     (tmp_path / f"{net.partition(':')[0]}.py").write_text(CODE.replace("return x + self.mlp(self.norm2(x))", dropout))
@@ -263,24 +264,30 @@ def test_auto_finds_stages_where_links_are_slow_and_a_resumed_run_keeps_them(run
     assert difference.largest <= WITHIN, difference.wrong()
 
 
-def test_auto_compares_whole_steps_with_and_without_stages(net, tmp_path):
-    def mesh(name, bandwidth=1e-3, **changes):
-        parallel = {"auto": True, "hardware": links(tmp_path, bandwidth)}
-        config = weft.RunConfig.load(write_run(tmp_path, name, net, parallel, **changes))
-        found = planned_module(config, 2, fresh=False)[0].parallel
-        return found.pp, found.dp_shard, found.tp
+def planned_mesh(net, folder, bandwidth=1e-3, **changes):
+    parallel = {"auto": True, "hardware": links(folder, bandwidth)}
+    found = planned_module(weft.RunConfig.load(write_run(folder, "run", net, parallel, **changes)), 2, fresh=False)
+    return found[0].parallel.pp, found[0].parallel.dp_shard, found[0].parallel.tp
 
-    assert mesh("slow") == (2, 1, 1)
-    assert mesh("fast", bandwidth=1e3) == (1, 2, 1)
-    assert mesh("one", training={"micro_batch_size": 8})[0] == 1  # stages would wait for each other
+
+def test_auto_compares_whole_steps_with_and_without_stages(net, tmp_path):
+    """With slow links it takes stages: see above."""
+    assert planned_mesh(net, tmp_path, bandwidth=1e3) == (1, 2, 1)
+    assert planned_mesh(net, tmp_path, training={"micro_batch_size": 8})[0] == 1  # stages would wait for each other
+
+
+@pytest.mark.long
+def test_auto_compares_steps_of_other_sizes_objectives_and_outputs(net, tmp_path):
+    assert planned_mesh(net, tmp_path) == (2, 1, 1)
     larger = {"batch_tokens": 64 * 32}
-    assert mesh("large", training=larger | {"micro_batch_size": 32}) == (1, 2, 1)  # gradients are reduced once
-    assert mesh("accumulated", training=larger | {"micro_batch_size": 1})[0] == 2  # and here 32 times
+    once, often = ({"training": larger | {"micro_batch_size": size}} for size in (32, 1))
+    assert planned_mesh(net, tmp_path, **once) == (1, 2, 1)  # gradients are reduced once
+    assert planned_mesh(net, tmp_path, **often)[0] == 2  # and here 32 times
     (tmp_path / "calls_the_model.py").write_text(CALLS_THE_MODEL)
-    assert mesh("calls", objective={"type": "calls_the_model:Objective"})[0] == 1
+    assert planned_mesh(net, tmp_path, objective={"type": "calls_the_model:Objective"})[0] == 1
     module, kind = net.split(":")
     (tmp_path / "returns_dict.py").write_text(RETURNS_DICT.format(module=module, kind=kind))
-    assert mesh("dict", bandwidth=1e3, model={"type": "returns_dict:Net"}) == (1, 2, 1)
+    assert planned_mesh(net, tmp_path, bandwidth=1e3, model={"type": "returns_dict:Net"}) == (1, 2, 1)
 
 
 def test_auto_keeps_the_plan_of_the_last_session(net, tmp_path, capsys):
