@@ -111,6 +111,7 @@ def test_a_signal_leaves_no_folder(run_yaml, tmp_path):
     assert not list(tmp_path.glob("weft-profile-*"))
 
 
+@pytest.mark.long
 def test_the_cost_of_determinism_is_that_of_measured_steps(run_yaml, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("weft.cli.profile.TURNS", 1)

@@ -91,7 +91,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.long), "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_workers_end_with_a_trainer_that_is_killed(tmp_path, method):
     (tmp_path / "trainer.py").write_text(TRAINER.format(here=str(Path(__file__).parent)))
     command = [sys.executable, "trainer.py", method]

@@ -110,7 +110,7 @@ def test_of_processes_at_once_one_compiles(at_once):
     assert not any("empty cache" in errors for _, errors in found)
 
 
-@pytest.mark.parametrize("variable", ["WEFT_CACHE", compiler.FOLDER])
+@pytest.mark.parametrize("variable", [pytest.param("WEFT_CACHE", marks=pytest.mark.long), compiler.FOLDER])
 def test_damaged_code_is_compiled_again(variable, at_once, tmp_path):
     """Damaged: files that a killed compiler wrote in part. Nothing is deleted in a folder that the user chose."""
     (folder,) = (at_once[0] / "compiled").iterdir()

@@ -40,6 +40,7 @@ def numbers(run):
 
 
 @pytest.mark.xdist_group("ranks")
+@pytest.mark.long
 def test_the_cache_gives_the_numbers_of_the_reference(write, runner, tmp_path, capsys, monkeypatch):
     runs = tmp_path / "runs"
     assert train(write("live", once=False)) == 0

@@ -121,6 +121,7 @@ def test_rounding_a_weight_twice_by_rows_is_rounding_it_once(torchao):
     torch.testing.assert_close(again, of_inputs, rtol=0.01, atol=1e-3)  # rounded by columns: small numbers can vanish
 
 
+@pytest.mark.long
 def test_weights_of_products_by_rows_are_gathered_in_8_bits(runner, torchao):
     alone, _ = fitted(runner, Case("gqa", "plain", {"tp": 2}), "alone", fp8="rowwise")
     case = Case("gqa", "plain", {"dp_shard": 2, "tp": 2})

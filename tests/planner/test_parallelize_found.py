@@ -69,6 +69,7 @@ def check_few_heads(ranks, devices: int, rows: int, plan: Plan) -> None:
         assert max(found) < 1e-9, found
 
 
+@pytest.mark.long
 def test_heads_that_do_not_divide_get_a_second_tensor_axis(ranks, tmp_path):
     plan = with_few_heads(4, 1, tmp_path / "plan.py")
     assert (plan.dp, plan.tp, plan.tp2) == (1, 2, 2)

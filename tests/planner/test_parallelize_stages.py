@@ -129,6 +129,7 @@ HOSTS = [
 ]
 
 
+@pytest.mark.long
 def test_slow_links_between_hosts_get_stages_between_and_tensor_parallelism_within(ranks):
     ids = torch.zeros(2, 64, dtype=torch.int64, device="meta")
     plan, search, _ = search_plan(

@@ -237,6 +237,7 @@ def test_the_largest_sequence_fits_and_is_longer(weft):
 SMALL = "{hidden_size: 256, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 1000, intermediate_size: 512}"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_simulated_memory_stands_beside_the_formulas(weft):
     words = (*PLAN, f"model={SMALL}", "model.mlp=gated", "parallel={pp: 2}", "--keep-mesh", "--simulate")
