@@ -346,7 +346,7 @@ def test_bad_overrides(override, said):
 
 
 def test_checking_imports_no_torch_and_little_else():
-    """What checking a config imports is what it takes the user's time for: 334 modules, half a second."""
+    """Imports take most of the time of a check: 334 modules, half a second."""
     write(RUN)
     program = (
         "import sys; from weft.config.run import RunConfig; RunConfig.load('run.yaml', check_data=False); "

@@ -102,9 +102,10 @@ def rank_of_stage(parallel: ParallelSection, stage: int, ranks: int) -> int:
     return stage % ranks
 
 
-def ends_are_units(model: ModelSection) -> bool:
-    """Whether FSDP2 gathers the embedding and the head by themselves, and not with the rest outside of the blocks.
+def embeds_at_end(section: ModelSection) -> bool:
+    """Whether the end of the model needs the embedding: as its head, or for multi-token prediction layers.
 
-    It does not if they share a matrix, or run more than once per forward pass (for multi-token prediction).
+    Then the last pipeline stage has a copy of it, and FSDP2 gathers it with the rest outside of the blocks. Otherwise
+    the embedding and the head are FSDP2 units.
     """
-    return not (model.tie_word_embeddings or model.num_nextn_predict_layers)
+    return section.tie_word_embeddings or section.num_nextn_predict_layers > 0

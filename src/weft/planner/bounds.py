@@ -14,7 +14,7 @@ from operator import mul
 
 from weft.config.mesh import SPLIT_BACKWARD, V_SHAPED, MeshShape, Schedule
 from weft.config.run import RunConfig
-from weft.parallel.stages import balance_layers, ends_are_units, stages_of_rank
+from weft.parallel.stages import balance_layers, embeds_at_end, stages_of_rank
 from weft.planner.candidates import Candidate, Layout, MeshSpace, Work
 from weft.planner.communication import Links, mesh_groups
 from weft.planner.hardware import Hardware
@@ -67,7 +67,7 @@ class Bounds:
             saved[kind] = more.get(work.checkpointing, kept.inputs)
             extra.append(max(0.0, kept.everything - max(saved[kind], kept.inputs)) + kept.transient)
         ends = [work(job.shares, job.vocabulary).parameters for work in (embedding_work, head_work)]
-        separate = ends[1] * ends_are_units(job.model)
+        separate = ends[1] * (not embeds_at_end(job.model))
         stage = job.stage([], begins=True, ends=True)
         assert stage.first is not None
         assert stage.last is not None

@@ -17,7 +17,7 @@ from weft.config.mesh import mesh_shape
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.errors import UserError
-from weft.parallel.stages import ends_are_units, stage_ranges, stages_of_rank
+from weft.parallel.stages import embeds_at_end, stage_ranges, stages_of_rank
 from weft.planner.schedules import in_flight
 from weft.planner.tensors import Sizes, masks_bytes, saved_tensors
 from weft.planner.work import KEPT_LOGITS, WIDTHS, Shares, Work, block_work, embedding_work, head_work
@@ -118,7 +118,7 @@ class _Ranks:
         self.copies = 0.0 if self.single and self.width == self.state else float(self.width)
         self.residual = self.shares.tokens / self.mesh.tp * model.hidden_size * self.state
         self.rows = 1 if model.num_labels else max(1, self.vocabulary // self.mesh.tp)
-        self.separate = ends_are_units(model)
+        self.separate = not embeds_at_end(model)
         self.copied = self.rows * model.hidden_size * (self.mesh.pp > 1 and model.tie_word_embeddings)
         logits = self.shares.tokens * self.rows
         self.kept_logits = logits * self.width * (1 + model.num_nextn_predict_layers) * (logits <= KEPT_LOGITS)

@@ -35,7 +35,7 @@ class Pieces:
         kinds: the kind of each layer.
         ends: units of the embedding and of the head.
         root: parameters that are gathered before all others: of the embedding and, if they are not FSDP2 units
-            (`ends_are_units`), of the head.
+            (`embeds_at_end`), of the head.
         head: parameters of the head, if it is an FSDP2 unit.
         saved: bytes that a micro-batch keeps for backward in each kind of block.
         extra: further bytes of activations that exist while any block's backward runs.

@@ -10,7 +10,7 @@ from weft.config.mesh import can_exchange_heads, mesh_shape
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.errors import UserError
-from weft.parallel.stages import ends_are_units, stage_ranges
+from weft.parallel.stages import embeds_at_end, stage_ranges
 from weft.planner.communication import Group, Links, mesh_groups
 from weft.planner.compute import Costs, Passes
 from weft.planner.hardware import Hardware
@@ -91,7 +91,7 @@ class Stage:
 
     Attributes:
         root: parameters that are gathered first and reduced last: of embedding and head if they are not FSDP2 units
-            (`ends_are_units`), else of the final norm.
+            (`embeds_at_end`), else of the final norm.
         first: the embedding; None if the stage has none.
         units: the FSDP2 units of blocks, in the order of forward.
         last: the head; None if the stage has none.
@@ -201,7 +201,7 @@ class Job:
         if ends:
             work = head_work(self.shares, self.vocabulary)
             last = self.piece(work, "head", repeated=float(recomputes_head(self.shares, work)))
-        if ends_are_units(self.model):
+        if not embeds_at_end(self.model):
             norm = self.piece(Work(parameters=self.model.hidden_size), "norm") if ends else Unit()
             return Stage(norm, first, units, last)
         computing = [None if end is None else Unit(end.passes, end.forward, end.backward) for end in (first, last)]

@@ -21,7 +21,7 @@ from weft.parallel.fp8 import AllGatherInFP8, weights_of_rows
 from weft.parallel.local_parameters import distribute_parameters, local, local_with_grad
 from weft.parallel.memory.offload import offload_policy
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks
-from weft.parallel.stages import ends_are_units
+from weft.parallel.stages import embeds_at_end
 from weft.parallel.world import World
 from weft.torch_private import dtensor_like
 
@@ -39,14 +39,14 @@ def replicate_scalars(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def separate_ends(model: nn.Module, state: ModelState) -> nn.Module:
-    """If `ends_are_units`, makes the embedding and the head of a decoder FSDP2 units.
+    """Unless `embeds_at_end`, makes the embedding and the head of a decoder FSDP2 units.
 
     Then their weights are only gathered while they compute, and the head's gradient is reduced during backward.
 
     The head's own forward, which the decoder does not call, becomes a call of the function that `Decoder.run_head`
     gets, so that FSDP2's hooks run around this function.
     """
-    if isinstance(model, Decoder) and ends_are_units(model.config):
+    if isinstance(model, Decoder) and not embeds_at_end(model.config):
         state.ends[model] = [module for module in (model.embed_tokens, model.lm_head) if module is not None]
         if model.lm_head is not None:
             state.wrap(model.lm_head, "runs the head's function", lambda _: operator.call)

@@ -11,7 +11,7 @@ from torch import nn
 from weft.config.mesh import ParallelSection
 from weft.config.model import ModelSection
 from weft.models.decoder import Decoder
-from weft.parallel.stages import stage_ranges, stages_of_rank
+from weft.parallel.stages import embeds_at_end, stage_ranges, stages_of_rank
 from weft.parallel.world import World
 
 
@@ -40,11 +40,6 @@ def build_local_stages(
             setattr(stage, name, None)
         stages[number] = stage
     return stages
-
-
-def embeds_at_end(section: ModelSection) -> bool:
-    """Whether the last stage needs the embedding: as its head, or for multi-token prediction layers."""
-    return section.tie_word_embeddings or section.num_nextn_predict_layers > 0
 
 
 class Stages(Decoder):

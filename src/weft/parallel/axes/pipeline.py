@@ -21,12 +21,12 @@ from weft.config.mesh import SEVERAL_STAGES, ParallelSection
 from weft.data.batches.batch import Batch
 from weft.models.forward import return_normalizers
 from weft.observe.status import alive
-from weft.parallel.axes.local_stages import Stages, embeds_at_end
+from weft.parallel.axes.local_stages import Stages
 from weft.parallel.local_parameters import local
 from weft.parallel.model_state import state_of
 from weft.parallel.objective import Objective, Totals
 from weft.parallel.passes import FrozenModel, Passes, check_no_compute
-from weft.parallel.stages import rank_of_stage
+from weft.parallel.stages import embeds_at_end, rank_of_stage
 from weft.parallel.world import World
 
 SCHEDULES = {
