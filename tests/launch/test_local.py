@@ -5,8 +5,11 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
+from glob import glob
 from pathlib import Path
 
 import forked
@@ -16,6 +19,7 @@ from launch_parts import none_left_in, ranks_of, trained
 from running import QUIET, SLOW, finish, losses, start, train, until_step
 
 from weft.cli.main import main
+from weft.launch.local import GPU_PATHS
 
 
 def slow_run(run_yaml, tmp_path, steps=2000):
@@ -157,6 +161,18 @@ def test_a_mistake_in_the_file_is_reported_before_any_rank_starts(run_yaml, tmp_
 def test_more_processes_than_a_machine_has_room_for_are_refused(run_yaml, capsys):
     assert main(["train", str(run_yaml()), "--nproc", "99999"]) == 2
     assert "--nproc 99999: this machine has" in capsys.readouterr().err
+
+
+def test_the_launcher_of_ranks_imports_no_torch(run_yaml, tmp_path):
+    """The import takes as long as the whole start of a rank, which begins only after it."""
+    program = (
+        "import sys; from pathlib import Path; from weft.cli.main import main; from weft.launch import supervisor; "
+        "supervisor.supervise = lambda command, ranks, *_: print(ranks, 'torch' in sys.modules) or 0; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    words = [sys.executable, "-c", program, "train", str(run_yaml()), "--nproc", "2"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", str(any(glob(path) for path in GPU_PATHS))]
 
 
 def one_host():

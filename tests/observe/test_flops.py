@@ -96,6 +96,7 @@ def test_a_cpu_is_measured_and_says_so():
     assert time.perf_counter() - start < 10
     assert peak.origin.startswith("measured with a ")
     assert "float32 matmul on 1 CPU thread" in peak.origin
+    assert flops.device_peak("cpu", torch.float32) is peak  # measured once per process
     a = torch.randn(512, 512)
     torch.mm(a, a)
     start = time.perf_counter()

@@ -78,14 +78,6 @@ def run(args: argparse.Namespace) -> int:
     from weft.launch.threads import wait_briefly
 
     wait_briefly()
-    gc.disable()  # collections take a quarter of the time of imports
-    try:
-        return _run(args)
-    finally:
-        gc.enable()
-
-
-def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     try:
         from weft.serve.server import open_socket
@@ -153,7 +145,7 @@ def _serve(args: argparse.Namespace, settings: Settings, load: Loader, world: Wo
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # the first rank ends this rank after the last request
         model = load(args.sources[0])
-        _collect_garbage()
+        gc.freeze()
         model.worker.follow()
         return 0
     try:
@@ -170,18 +162,12 @@ def _serve(args: argparse.Namespace, settings: Settings, load: Loader, world: Wo
                     file=sys.stderr,
                     flush=True,
                 )
-            _collect_garbage()
+            gc.freeze()  # a collection of what was loaded before would hold up requests for 0.2 s
             print(f"serving {names} at {url}", flush=True)
 
         return Server(app, args.drain_timeout, ready, not args.no_access_log).serve_until_signal(listener)
     finally:
         listener.close()
-
-
-def _collect_garbage() -> None:
-    """Turns the garbage collector on. It skips what was loaded before, which would hold up requests for 0.2 s."""
-    gc.freeze()
-    gc.enable()
 
 
 def _settings(args: argparse.Namespace) -> Settings:

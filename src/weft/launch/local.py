@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from glob import glob
 from pathlib import Path
 
 from weft.errors import UserError
@@ -34,6 +35,8 @@ FAIL_SECONDS = 10.0  # after a rank failed, the other ranks are killed if they m
 # After a signal, the launcher prints what it waits for if no rank makes progress for this time.
 WAIT_MESSAGE_SECONDS = 5.0
 NAMED = 4  # maximum number of ranks that a message lists
+# What drivers make, of NVIDIA (also Jetson and WSL) and of AMD: where none is, PyTorch finds no GPU.
+GPU_PATHS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 PROCESSES_PER_CORE = 16  # a process takes 0.2 GB or more; more than a few per core are useful only to try out a mesh
 
 
@@ -265,9 +268,7 @@ def checked_nproc(nproc: int | None, option: str = "--nproc") -> int:
     """
     if nproc is not None and nproc < 1:
         raise UserError(f"{option} {nproc}: use at least 1 process")
-    import torch
-
-    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    gpus, cores = gpu_count(), os.cpu_count() or 1
     if nproc is None:
         return max(1, gpus)
     if gpus and nproc > gpus:
@@ -277,3 +278,12 @@ def checked_nproc(nproc: int | None, option: str = "--nproc") -> int:
             f"{option} {nproc}: this machine has {cores} cores; use at most {PROCESSES_PER_CORE * cores} processes"
         )
     return nproc
+
+
+def gpu_count() -> int:
+    """Returns the number of GPUs that PyTorch can use. Imports torch only if the machine may have one."""
+    if not any(glob(path) for path in GPU_PATHS):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
