@@ -11,6 +11,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class TransformersModel(nn.Module):
 
     def new_cache(self) -> Any:
         """Returns an empty cache of the Transformers class, for `forward`."""
-        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicCache
 
         return DynamicCache(config=self.config)
 
@@ -160,14 +161,14 @@ def build_transformers_model(section: TransformersModelSection, *, seed: int | N
 def _transformers_class(section: TransformersModelSection) -> tuple[type, Any]:
     """Returns the Transformers class of a section's config.json, and its config object."""
     try:
-        import transformers
-        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+        # Not from the package itself, of which the type checker would read all models.
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     except ImportError as error:
         raise UserError(MISSING) from error
-    if int(transformers.__version__.partition(".")[0]) < 5:
-        raise UserError(
-            f"type: hf needs transformers 5 or newer, found {transformers.__version__}; update transformers"
-        )
+    version = metadata.version("transformers")
+    if int(version.partition(".")[0]) < 5:
+        raise UserError(f"type: hf needs transformers 5 or newer, found {version}; update transformers")
     model_type = section.config["model_type"]
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in section.config:
@@ -175,7 +176,7 @@ def _transformers_class(section: TransformersModelSection) -> tuple[type, Any]:
         else:
             near = difflib.get_close_matches(model_type, CONFIG_MAPPING, 1, cutoff=0.6)
             hint = f"did you mean {near[0]!r}?" if near else "a newer version of transformers may have it"
-        what = f"model: transformers {transformers.__version__} has no model_type {model_type!r}; {hint}"
+        what = f"model: transformers {version} has no model_type {model_type!r}; {hint}"
         raise UserError(what, section.path)
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(section.config))
