@@ -38,6 +38,11 @@ os.environ.setdefault("WEFT_COMPILE", "0")
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="offline")
 
 
+# What a test wrote is read by processes of the same test, and need not survive a loss of power: to wait for the disk
+# would take a tenth of the time of a short run. (tests/chaos counts the real calls, in processes of their own.)
+os.fsync = lambda file: None
+
+
 # A suite in the background has SIGINT ignored, and whatever it starts inherits that; tests of Ctrl-C need the default.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -95,7 +100,8 @@ def _same_start():
     """Every test starts from the same seed, measures no device and leaves no compiled code behind.
 
     More than 8 compiled variants of one function in a process fall back to eager with only a warning. A run begins with
-    half a second in which the device's peak is measured, for the MFU: in this process it is made up.
+    half a second in which the device's peak is measured, for the MFU, and git looks at each file of the repository: in
+    this process both are made up.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -106,6 +112,7 @@ def _same_start():
         from weft.observe.flops import Peak
 
         recorder.device_peak = lambda device, dtype: Peak(1e12, "made up by a test")
+        sys.modules["weft.observe.manifest"].git_state = lambda: {"commit": "made up by a test", "dirty": False}
     yield
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:

@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import Annotated, Any, Literal, Union
 
 import annotated_types
@@ -120,8 +121,10 @@ def assigned_value(source: ClassSource, name: str) -> ast.expr | None:
     return None
 
 
-def _assignments(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
-    """Yields name and value of each assignment to a name, or to an attribute of `self`, within a class."""
+@lru_cache(maxsize=256)  # as many as files: each check of a config asks for some attributes several times
+def _assignments(node: ast.ClassDef) -> tuple[tuple[str, ast.expr], ...]:
+    """Returns name and value of each assignment to a name, or to an attribute of `self`, within a class."""
+    found = []
     for part in ast.walk(node):
         targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
         value = getattr(part, "value", None)
@@ -132,7 +135,8 @@ def _assignments(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
             for one, its in pairs:
                 name = dotted_name(one) if one is not None else None
                 if its is not None and name is not None and name.count(".") == name.startswith("self."):
-                    yield name.removeprefix("self."), its
+                    found.append((name.removeprefix("self."), its))
+    return tuple(found)
 
 
 def _lineage(source: ClassSource, depth: int = DEPTH) -> Iterator[ClassSource | None]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,12 @@ def local_time(seconds: float) -> str:
 def versions() -> dict[str, str]:
     """Returns the versions of Weft, Python, and the packages that results depend on."""
     found = {"weft": weft.__version__, "python": platform.python_version()}
+    return found | _installed()
+
+
+@cache
+def _installed() -> dict[str, str]:
+    found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
