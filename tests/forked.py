@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ class Forked:
             os.path.abspath(cwd),
             dict(os.environ) | ENVIRONMENT | environment,
             files,
+            multiprocessing.get_start_method(),
         )
         with _environ(**ENVIRONMENT):
             self.process = context.Process(target=_be, args=given)
@@ -73,6 +75,15 @@ class Forked:
     def stderr(self) -> str:
         """What was written to stderr until now."""
         return Path(self.files[1]).read_text() if Path(self.files[1]).exists() else ""
+
+    def first_line(self, timeout: float = 60) -> str:
+        """Waits for the first line on stdout. Returns an empty text if the process ends or takes too long."""
+        end = time.monotonic() + timeout
+        while "\n" not in (text := Path(self.files[0]).read_text() if Path(self.files[0]).exists() else ""):
+            if self.poll() is not None or time.monotonic() > end:
+                return ""
+            time.sleep(0.02)
+        return text.partition("\n")[0]
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -105,10 +116,17 @@ def run(*words: str | Path, timeout: float = 90, **options) -> subprocess.Comple
 
 
 def _be(
-    program: str | None, ranks: bool, words: list[str], cwd: str, environment: dict[str, str], files: list[str]
+    program: str | None,
+    ranks: bool,
+    words: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    files: list[str],
+    method: str,
 ) -> None:
     """In the new process: run the program."""
     threading.Thread(target=_die_with_session, daemon=True).start()
+    multiprocessing.set_start_method(method, force=True)  # else it would be "forkserver", which imports all again
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

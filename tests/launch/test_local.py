@@ -205,11 +205,11 @@ class Rows:
 """
 
 
-def test_ranks_that_share_a_row_tell_its_mistake_once(run_yaml, tmp_path, monkeypatch, capfd):
+def test_ranks_that_share_a_row_tell_its_mistake_once(run_yaml, tmp_path):
     (tmp_path / "rows_for_launch.py").write_text(ROWS)
     data = {"train": {"type": "rows_for_launch:Rows"}, "validation": None, "shuffle": False}
     file = run_yaml(data=data, training={"steps": 9, "batch_tokens": 256}, schedule={"warmup_steps": 0}, log=QUIET)
-    monkeypatch.chdir(tmp_path)
-    assert train(file, "parallel.cp=2", "--nproc", 2) == 2
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "Rows[17] raised KeyError: 'seventeen'" in line]
+    done = forked.run("train", file, "parallel.cp=2", "--nproc", "2", cwd=tmp_path, ranks=True)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "Rows[17] raised KeyError: 'seventeen'" in line]
     assert "rows_for_launch.py:8: " in line

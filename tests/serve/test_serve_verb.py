@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from contextlib import suppress
 import httpx
 import pytest
 from chat_model import SYSTEM, TURNS
+from forked import Forked
 
 from weft.cli.main import main
 from weft.serve import server
@@ -24,24 +24,20 @@ KEY = "sk-of-a-test"
 
 
 @pytest.fixture
-def start(chat_model, tmp_path):
-    """Starts `weft serve`: `start(*options) -> (process, client)`. The log is `tmp_path/log`."""
+def start(chat_model):
+    """Starts `weft serve`: `start(*options) -> (process, client)`."""
     started = []
 
     def run(*options):
-        command = [sys.executable, "-m", "weft", "serve", f"tiny={chat_model}", "--port", "0", *options]
-        environment = {**os.environ, "WEFT_API_KEY": KEY, "PYTHONUNBUFFERED": "1"}
-        with open(tmp_path / "log", "w") as log:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        process = Forked("serve", f"tiny={chat_model}", "--port", "0", *options, WEFT_API_KEY=KEY)
         started.append(process)
-        words = process.stdout.readline().split()
-        assert words[:3] == ["serving", "tiny", "at"], (tmp_path / "log").read_text()
+        words = process.first_line().split()
+        assert words[:3] == ["serving", "tiny", "at"], process.stderr
         return process, httpx.Client(base_url=words[3], headers={"authorization": f"Bearer {KEY}"}, timeout=30)
 
     yield run
     for process in started:
         process.kill()
-        process.wait()
 
 
 def refuses_connections(client):
@@ -52,7 +48,7 @@ def refuses_connections(client):
     return False
 
 
-def test_a_server_ends_after_its_requests(start, tmp_path):
+def test_a_server_ends_after_its_requests(start):
     process, client = start("--max-batch", "1")
     assert client.get("/v1/models", headers={"authorization": ""}).status_code == 401
     assert client.get("/health", headers={"authorization": ""}).status_code == 200
@@ -76,15 +72,15 @@ def test_a_server_ends_after_its_requests(start, tmp_path):
     *chunks, last = [line.removeprefix("data: ") for line in data if line]
     assert last == "[DONE]"
     assert "".join(json.loads(c)["choices"][0]["delta"].get("content", "") for c in chunks) == TURNS[0][1]
-    assert process.wait(30) == 0
+    log = process.communicate(30)[1]
+    assert process.returncode == 0
     assert refuses_connections(client)
-    log = (tmp_path / "log").read_text()
     assert '"POST /v1/chat/completions HTTP/1.1" 200' in log
     assert "tiny: 36 prompt tokens, 54 new tokens" in log
     assert not any(secret in log for secret in (KEY, "Kalo", "Sta tu", "Traceback"))
 
 
-def test_a_second_signal_ends_the_server_at_once(start, tmp_path):
+def test_a_second_signal_ends_the_server_at_once(start):
     process, client = start("--drain-timeout", "1000", "--max-batch", "1")
     with client.stream("POST", "/v1/completions", json=ENDLESS) as response:
         next(lines := response.iter_lines())
@@ -92,10 +88,11 @@ def test_a_second_signal_ends_the_server_at_once(start, tmp_path):
         while not refuses_connections(client):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        log = process.communicate(30)[1]
+        assert process.returncode == 0
         with suppress(httpx.RemoteProtocolError):
             assert "server_shutting_down" in "".join(lines)
-    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert "Traceback" not in log
 
 
 def test_a_server_starts_without_slow_libraries(chat_model):

@@ -1,15 +1,13 @@
 """`weft serve --tp 2`: two processes answer as one."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
 
 import pytest
+from forked import Forked
 
 import weft
 from weft.cli.main import main
@@ -24,14 +22,10 @@ def ask(url, path, body):
 
 
 def test_two_processes_serve_the_texts_of_one(chat_model):
-    command = [sys.executable, "-m", "weft", "serve", chat_model, "--port", "0", "--tp", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
+    server = Forked("serve", chat_model, "--port", "0", "--tp", "2", ranks=True, OMP_NUM_THREADS="1")
     try:
-        line = server.stdout.readline()
-        assert line.startswith("serving model at http://127.0.0.1:"), line + server.stderr.read()
+        line = server.first_line()
+        assert line.startswith("serving model at http://127.0.0.1:"), line + server.stderr
         url, found = line.split(" at ")[1].strip(), {}
 
         def complete(prompt):
