@@ -1,6 +1,7 @@
 """What all tests share: their threads, what needs a GPU, and a tiny corpus with its tokenizer and store."""
 
 import gc
+import itertools
 import json
 import os
 import random
@@ -68,13 +69,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _group_by_file(items):
-    """Has one worker run all tests of a file with the mark `xdist_group`: what they share is made once.
+    """Has one worker run all tests of a file with the mark `xdist_group` or a fixture of its module: made once.
 
     pytest-xdist hands groups on as the end of a test's id, which it can no longer change since pytest 9.2
     (https://github.com/pytest-dev/pytest-xdist/issues/1386): without a word, `--dist loadgroup` knew no groups.
     """
     for item in items:
-        if item.get_closest_marker("xdist_group") is not None and hasattr(item, "_id"):
+        fixtures = itertools.chain.from_iterable(item._fixtureinfo.name2fixturedefs.values())
+        shared = item.get_closest_marker("xdist_group") or any(fixture.scope == "module" for fixture in fixtures)
+        if shared and hasattr(item, "_id"):
             item._id = type(item._id).parse(f"{item.nodeid}@{item.path.stem}")
 
 
