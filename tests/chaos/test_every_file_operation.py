@@ -75,4 +75,4 @@ def test_a_kill_at_every_operation(kills, mode):
 
 
 def test_kills_at_some_operations(kills):
-    check(kills, ALL, 4)
+    check(kills, ALL, 2)

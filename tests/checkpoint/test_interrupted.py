@@ -42,8 +42,14 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize(("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("verb", "number", "code", "word"),
+    [
+        *((verb, "SIGINT", 130, "interrupted") for verb in VERBS),
+        ("import", "SIGTERM", 143, "terminated"),
+        *(pytest.param(verb, "SIGTERM", 143, "terminated", marks=pytest.mark.long) for verb in list(VERBS)[1:]),
+    ],
+)
 def test_stopped_half_way(made, tmp_path, monkeypatch, capsys, verb, number, code, word):
     module, words = VERBS[verb]
     real = sys.modules[module].byte_view

@@ -30,18 +30,24 @@ CASES = [
     "damaged",
     "mismatch",
 ]
+# Other meshes or another optimizer show the same.
+LONG = {
+    *("x1-to-x4-adamw", "x4-to-hsdp-adamw", "beside-hsdp"),
+    *(f"{way}-mixed" for way in ("x1-to-x4", "x4-to-x4", "x4-to-hsdp", "hsdp-to-hsdp")),
+}
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory, ranks) -> tuple[Path, list[dict]]:
+def world(request, tmp_path_factory, ranks) -> tuple[Path, list[dict]]:
     """Four ranks that have run all their cases, and what became of them on each rank."""
+    long = any(item.get_closest_marker("long") for item in request.session.items)
     folder = tmp_path_factory.mktemp("world")
     for kind in OPTIMIZERS:
         start(folder / f"x1-{kind}", kind)
     write(folder / "damaged", built(1), None, step=1)
     damaged = write(folder / "damaged", built(1), None)
     flip_a_bit(next(damaged.glob("*.safetensors")))
-    return folder, ranks.call(outcomes, 4, folder, seconds=240)
+    return folder, ranks.call(outcomes, 4, folder, set() if long else LONG, seconds=240)
 
 
 def flip_a_bit(path: Path) -> None:
@@ -50,7 +56,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES])
 def test_of_several_ranks(world, case):
     _, outcomes = world
     told = [outcome[case] for outcome in outcomes if case in outcome]
@@ -59,7 +65,7 @@ def test_of_several_ranks(world, case):
 
 
 def test_every_case_of_the_ranks_is_looked_at(world):
-    assert set(world[1][0]) == set(CASES)
+    assert set(CASES) - LONG <= set(world[1][0]) <= set(CASES)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

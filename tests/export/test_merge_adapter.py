@@ -89,6 +89,21 @@ def weft_command(capsys, *words):
     return main([str(word) for word in words]), *capsys.readouterr()
 
 
+def merged_in_a_graph(run, tmp_path, expected):
+    assert main(["export", str(run), str(tmp_path / "graph"), "--to", "torch"]) == 0
+    call = torch.export.load(tmp_path / "graph/model.pt2").module()
+    layout = json.loads((tmp_path / "graph/graph.json").read_text())["inputs"][2:]
+    past = [torch.zeros(2, entry["shape"][1], 0, entry["shape"][3]) for entry in layout]
+    graph = logits(lambda ids: call(ids, torch.arange(ids.shape[1]).repeat(2, 1), *past)[0])
+    assert (graph - expected).abs().max() < 1e-4
+
+
+@pytest.mark.long
+def test_adapters_of_experts_are_merged_when_a_graph_is_captured(tuned, tmp_path):
+    run, _ = tuned("experts")
+    merged_in_a_graph(run, tmp_path, logits(weft.load_model(run)))
+
+
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.long if case in ("llama", "hf") else ()) for case in CASES if case != "nf4"],
@@ -105,13 +120,8 @@ def test_a_trained_adapter_for_peft_and_merged(tuned, tmp_path, capsys, case):
     assert config["base_model_name_or_path"] == str(base)
     assert config["r"] == (6 if case == "pissa" else 3)
 
-    if case == "experts":  # merged when a graph is captured
-        assert weft_command(capsys, "export", run, tmp_path / "graph", "--to", "torch")[0] == 0
-        call = torch.export.load(tmp_path / "graph/model.pt2").module()
-        layout = json.loads((tmp_path / "graph/graph.json").read_text())["inputs"][2:]
-        past = [torch.zeros(2, entry["shape"][1], 0, entry["shape"][3]) for entry in layout]
-        graph = logits(lambda ids: call(ids, torch.arange(ids.shape[1]).repeat(2, 1), *past)[0])
-        assert (graph - expected).abs().max() < 1e-4
+    if case == "pissa":
+        merged_in_a_graph(run, tmp_path, expected)
     if case in ("llama", "pissa", "dora"):
         texts = [weft.generate(run, [5, 6, 7], 6, ignore_eos=True)]
         texts += [weft.generate(base, [5, 6, 7], 6, ignore_eos=True, adapter=one) for one in (run, tmp_path / "peft")]

@@ -40,9 +40,10 @@ def run(tmp_path, theirs):
     compare(call, description, theirs)
 
 
-def test_onnxruntime_computes_what_transformers_computes(tmp_path):
-    """Windows in every other layer, caps, grouped heads, tied weights."""
-    run(tmp_path, small("Gemma2", "as is"))
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma2", marks=pytest.mark.long)])
+def test_onnxruntime_computes_what_transformers_computes(tmp_path, family):
+    """Gemma 2: windows in every other layer, caps, grouped heads, tied weights."""
+    run(tmp_path, small(family, "as is"))
 
 
 @pytest.mark.export

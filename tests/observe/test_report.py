@@ -225,14 +225,13 @@ def test_the_mean_line_does_not_lag():
     assert math.isnan(charts.centered_mean([1.0, math.nan, 3.0], 3)[1])
 
 
-def test_the_verb_prints_the_page(tmp_path):
-    pytest.importorskip("weft.cli.main")
+def test_the_verb_prints_the_page(tmp_path, capsys):
+    main = pytest.importorskip("weft.cli.main").main
     run = make_run(tmp_path / "r", 2)
     done = subprocess.run([sys.executable, "-m", "weft", "report", str(run)], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(run / "report.html"), "")
-    done = subprocess.run([sys.executable, "-m", "weft", "report", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_events_of_the_watch_are_marked_in_the_chart_of_the_loss(tmp_path):

@@ -83,20 +83,20 @@ def test_loss_and_gradients_are_those_of_the_formula(models, kind, top_k):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs")
-    assert train(write(path, "teacher", objective={"type": "pretrain"}, hidden=32, steps=30)) == 0
+    assert train(write(path, "teacher", objective={"type": "pretrain"}, hidden=32, steps=10)) == 0
     return path
 
 
 def test_a_run_trains_the_projection_and_leaves_it_out_of_the_model(folder, capsys):
     objective = {"type": "distill", "teacher": str(folder / "teacher"), "top_k": 4, "hidden_weight": 1.0}
-    options = {"objective": objective, "schedule": {"type": "constant"}, "checkpoint": {"every": 8}}
-    assert train(write(folder, "straight", steps=16, **options)) == 0
+    options = {"objective": objective, "schedule": {"type": "constant"}, "checkpoint": {"every": 4}}
+    assert train(write(folder, "straight", steps=8, **options)) == 0
     found = metrics(folder / "straight")
     assert found[-1]["hidden_loss"] < 0.8 * found[0]["hidden_loss"]
     assert found[-1]["loss"] == pytest.approx(found[-1]["divergence"] + found[-1]["hidden_loss"], rel=1e-5)
     assert "validation_hidden_loss" in found[-1]
-    path = write(folder, "resumed", steps=16, **options)
-    assert train(path, "training.steps=8") == 0
+    path = write(folder, "resumed", steps=8, **options)
+    assert train(path, "training.steps=4") == 0
     assert train(path) == 0
     assert losses(folder / "resumed") == losses(folder / "straight")
     assert_same_weights(folder / "resumed", folder / "straight")

@@ -112,7 +112,7 @@ def test_the_same_numbers_otherwise(hf_yaml, tmp_path):
     }
     found = {}
     for name, (training, _) in ways.items():
-        assert train(hf_yaml("mixtral", name, training=training)) == 0
+        assert train(hf_yaml("mixtral", name, training=training | {"steps": 2})) == 0
         found[name] = [loss for _, loss, _ in losses(tmp_path / "runs" / name)]
     for name, (_, close) in ways.items():
         assert found[name] == pytest.approx(found["plain"], abs=close), name
@@ -134,8 +134,8 @@ def test_a_run_goes_on_from_any_checkpoint_to_the_same_bits(hf_yaml, tmp_path):
 def test_a_run_on_two_ranks_is_that_of_one_exported_generates_and_is_gone_on_from(
     ranks, hf_yaml, run_yaml, folders, tmp_path, capsys
 ):
-    assert train(hf_yaml("mixtral", "plain")) == 0
-    ranks.run(hf_yaml("mixtral", "run"), 2)
+    assert train(hf_yaml("mixtral", "plain", training={"steps": 2})) == 0
+    ranks.run(hf_yaml("mixtral", "run", training={"steps": 2}), 2)
     run, out = tmp_path / "runs" / "run", tmp_path / "out"
     assert [loss for _, loss, _ in losses(run)] == pytest.approx(
         [loss for _, loss, _ in losses(tmp_path / "runs" / "plain")], abs=1e-6

@@ -326,27 +326,3 @@ def test_a_store_that_cannot_be_used_is_one_line(train, capsys, url, word, monke
     message = capsys.readouterr().err.strip()
     assert word in message
     assert "Traceback" not in message
-
-
-def test_an_s3_server_with_several_parts(train, monkeypatch):
-    server = pytest.importorskip("moto.server", reason="moto is not installed")
-    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "never-recorded")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    s3 = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    s3.start()
-    try:
-        host, port = s3.get_host_and_port()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        s3fs.S3FileSystem().mkdir("bucket")
-        whole = losses(train("s3", "training.steps=6", url="s3://bucket/runs"))
-        run = train("s3-lost", "training.steps=4", url="s3://bucket/lost")
-        recorded = "".join(path.read_text() for path in run.rglob("*.json*")) + (run / "config.yaml").read_text()
-        assert "never-recorded" not in recorded
-        lost(run)
-        run = train("s3-lost", url="s3://bucket/lost")
-        assert losses(run) == whole
-        assert steps(run) == [4, 6]
-    finally:
-        s3.stop()

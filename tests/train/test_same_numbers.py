@@ -37,16 +37,20 @@ SIDE_BY_SIDE = {"num_hidden_layers": 1, "use_parallel_residual": True, "attentio
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype"),
+    ("model", "dtype", "backend"),
     [
-        pytest.param(SIDE_BY_SIDE, "float32", id="neox"),
-        pytest.param({}, "float32", id="llama", marks=pytest.mark.long),
-        pytest.param(SIDE_BY_SIDE, "bfloat16", id="neox-bfloat16", marks=pytest.mark.long),
+        pytest.param(SIDE_BY_SIDE, "float32", "aot_eager", id="neox-traced"),  # all but the C++ compiler
+        pytest.param(SIDE_BY_SIDE, "float32", None, id="neox", marks=pytest.mark.long),
+        pytest.param({}, "float32", None, id="llama", marks=pytest.mark.long),
+        pytest.param(SIDE_BY_SIDE, "bfloat16", None, id="neox-bfloat16", marks=pytest.mark.long),
     ],
 )
-def test_compiled_blocks_give_the_same_losses(both, model, dtype):
+def test_compiled_blocks_give_the_same_losses(both, monkeypatch, model, dtype, backend):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    if backend is not None:
+        compile = torch.compile
+        monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend=backend))
     plain, changed = both({"compile": True}, model=model, dtype=dtype)
     for (_, loss, norm), (_, compiled_loss, compiled_norm) in zip(losses(plain), losses(changed), strict=True):
         assert loss == pytest.approx(compiled_loss, abs=1e-5 if dtype == "float32" else 0.01)

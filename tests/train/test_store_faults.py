@@ -21,6 +21,7 @@ SECTIONS = {
     "log": {"trackers": []},
 }
 ERROR = "<?xml version='1.0'?><Error><Code>{0}</Code><Message>{0} of the proxy</Message></Error>"
+SECRET = "never-recorded"
 WRITES, READS = ("PUT", "POST"), ("GET",)
 FAULTS = {"500": "InternalError", "503": "SlowDown", "close": "", "slow": ""}
 
@@ -119,13 +120,16 @@ def reset() -> None:
     connection.close()
 
 
+pytestmark = pytest.mark.xdist_group("s3")  # one worker imports the server
+
+
 @pytest.fixture
 def s3(monkeypatch):
     """A bucket of an S3 server behind the proxy; an `s3fs` that does not ask the proxy."""
     server = pytest.importorskip("moto.server", reason="moto is not installed")
     s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
-    for name, value in {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "DEFAULT_REGION": "us-east-1"}.items():
+    for name, value in {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": SECRET, "DEFAULT_REGION": "us-east-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
@@ -242,6 +246,17 @@ def test_a_store_that_cannot_be_read_is_named_and_nothing_starts_over(s3, run, c
     assert losses(run("training.steps=6", "--accept-changes"))[:4] == expected
 
 
+def test_a_lost_run_continues_from_the_store(s3, run, tmp_path):
+    run("run.name=whole", "checkpoint.remote=null")
+    made = run("training.steps=2")
+    recorded = "".join(path.read_text() for path in made.rglob("*.json*")) + (made / "config.yaml").read_text()
+    assert SECRET not in recorded
+    shutil.rmtree(made)
+    assert losses(run("--accept-changes")) == losses(tmp_path / "runs" / "whole")
+    assert [path.name for path in checkpoints(made)] == ["step-00000002", "step-00000004"]
+    assert complete(s3) == ["step-00000002", "step-00000004"]
+
+
 def test_incomplete_uploads_are_deleted(s3, run):
     """A kill leaves an upload without its marker, and parts of a large object, which are not even listed."""
     run("training.steps=2")
@@ -261,7 +276,7 @@ def test_a_deadline_does_not_wait_for_the_store(s3, run, capsys, monkeypatch, tm
         "import os, signal\nclass Stops:\n    def step(self, state):\n"
         "        if state.step == 3: os.kill(os.getpid(), signal.SIGTERM)\n"
     )
-    monkeypatch.setenv("WEFT_STOP_WITHIN", "8")
+    monkeypatch.setenv("WEFT_STOP_WITHIN", "5")
     strike("stuck", "shard")
     callbacks = f"callbacks={json.dumps([{'type': 'stops:Stops'}])}"
     made = run(callbacks, every=10, code=143)
