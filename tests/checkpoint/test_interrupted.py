@@ -3,11 +3,11 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
+from forked import Forked
 from test_huggingface import folder, theirs, weft_command
 
 from weft.checkpoint.shard_files import new_folder
@@ -88,13 +88,16 @@ with new_folder(Path(sys.argv[1]), 0) as made:
 
 def test_two_at_once(tmp_path):
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    with subprocess.Popen([sys.executable, "-c", MAKING, out], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "begun\n"
+    other = Forked(out, program=MAKING)
+    try:
+        assert other.first_line() == "begun", other.stderr
         told = "out: another process is writing this folder; wait"
         with pytest.raises(UserError, match=told), new_folder(out, 0):
             pass
         assert (partial / "file").exists()
+    finally:
         other.kill()
+        other.communicate()
     (partial / "folder").mkdir()
     with new_folder(out, 0) as made:  # what a killed one left is in nobody's way
         assert not list(made.iterdir())

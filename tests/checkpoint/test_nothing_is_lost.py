@@ -13,6 +13,7 @@ import time
 import warnings
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from checkpoint_cases import adamw, built, updates, write
@@ -481,10 +482,10 @@ def kill_often(run: Path) -> None:
 
 
 def test_kill_at_any_instant(tmp_path):
-    command = [sys.executable, __file__, str(tmp_path / "run")]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])  # tests/, as in pytest
-    environment = os.environ | {"PYTHONPATH": path}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    here = Path(__file__)
+    program = f"import runpy, sys; sys.path[:0] = {[str(here.parent), str(here.parents[1])]}; "
+    program += f"runpy.run_path({__file__!r}, run_name='__main__')"
+    ran = forked.run(tmp_path / "run", program=program, timeout=120)
     assert ran.returncode == 0, ran.stderr[-3000:]
     seen = json.loads(ran.stdout)
     assert seen["leftovers"] >= 3  # the kills did come in the middle

@@ -2,9 +2,8 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
+import forked
 import pytest
 import torch
 import transformers
@@ -47,8 +46,9 @@ def test_one_file_and_shards_in_one_folder(tmp_path, capsys):
 def test_a_folder_read_directly_is_reported_in_one_line(tmp_path):
     path = folder(tmp_path / "hf", theirs(), shards=SMALL)
     shutil.copy(folder(tmp_path / "other", theirs()) / "model.safetensors", path)
-    words = [sys.executable, "-c", PROGRAM, path]
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stderr.splitlines()
+    done = forked.run(path, program=PROGRAM)
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()
     assert len(said) == 2, said
     assert said[0].startswith(f"warning: {path}: both model.safetensors and")
     assert said[1].endswith("UserWarning: another's")

@@ -4,9 +4,9 @@ import json
 import re
 import shutil
 import struct
-import subprocess
 import sys
 
+import forked
 import gguf
 import numpy as np
 import pytest
@@ -458,8 +458,7 @@ def test_writing_beyond_the_limit_of_a_file_leaves_nothing(tmp_path, hf_folder):
     limits = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))"
     code = f"{limits}; from weft.cli.main import main; sys.exit(main(sys.argv[1:]))"
     out = tmp_path / "model.gguf"
-    command = [sys.executable, "-c", code, "export", str(hf_folder), str(out), "--to", "gguf", "--type", "f32"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forked.run("export", hf_folder, out, "--to", "gguf", "--type", "f32", program=code)
     error = done.stderr.splitlines()[-1]
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
     assert error == f"{out}: cannot be written: the disk is full, or the file is too large; nothing was written"

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -228,8 +226,9 @@ def test_the_mean_line_does_not_lag():
 def test_the_verb_prints_the_page(tmp_path, capsys):
     main = pytest.importorskip("weft.cli.main").main
     run = make_run(tmp_path / "r", 2)
-    done = subprocess.run([sys.executable, "-m", "weft", "report", str(run)], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(run / "report.html"), "")
+    assert main(["report", str(run)]) == 0
+    said = capsys.readouterr()
+    assert (said.out.strip(), said.err) == (str(run / "report.html"), "")
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -6,14 +6,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from forked import Forked
 from running import QUIET, losses, train
 
 from weft.cli.main import main
@@ -197,8 +196,7 @@ print(pack_sources(RunConfig.load(sys.argv[1]), Console()).data.stores["data.tra
 
 
 def start_packing(file):
-    command = [sys.executable, "-c", PROGRAM, str(file)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return Forked(file, program=PROGRAM)
 
 
 def test_several_processes_pack_once_and_a_killed_one_leaves_nothing_half(raw_yaml, tmp_path, cache):
