@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matrix import STEPS, TEACHERS, WAYS, WITHIN, Case, ranks_of, write_run
+from matrix import LAYERS, STEPS, TEACHERS, WAYS, WITHIN, Case, ranks_of, write_run
 from pool import Pool
 from safetensors import safe_open
 
@@ -98,7 +98,7 @@ class Difference:
         return "\n".join([str(self), *([self.not_shared] if self.not_shared else []), *lines[:most], *more])
 
 
-def not_shared(run: Run, mesh: dict[str, Any]) -> str | None:
+def not_shared(run: Run, mesh: dict[str, Any], layers: int) -> str | None:
     """What of a mesh a run made no use of, as far as its checkpoint's pieces tell; None if all is well."""
     index = json.loads((run.path / "checkpoints" / "step-00000001" / "index.json").read_bytes())
     blocks = {name: entry for name, entry in index["tensors"].items() if name.startswith("model.layers.")}
@@ -106,13 +106,13 @@ def not_shared(run: Run, mesh: dict[str, Any]) -> str | None:
     wanted = math.prod(mesh.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
     if pieces != wanted:
         return f"matrices are in {pieces} pieces and not in {wanted}"
-    layers: dict[int, set[str]] = {}
+    found: dict[int, set[str]] = {}
     for name, entry in blocks.items():
         for number, *_ in entry["pieces"]:
-            if int(name.split(".")[2]) < 4:  # not a multi-token prediction layer
-                layers.setdefault(number, set()).add(name.split(".")[2])
-    if "pp" in mesh and (most := max(map(len, layers.values()))) > 5 - mesh["pp"]:
-        return f"a rank has {most} of 4 layers"
+            if int(name.split(".")[2]) < layers:  # not a multi-token prediction layer
+                found.setdefault(number, set()).add(name.split(".")[2])
+    if "pp" in mesh and (most := max(map(len, found.values()))) > layers + 1 - mesh["pp"]:
+        return f"a rank has {most} of {layers} layers"
     return None
 
 
@@ -150,7 +150,7 @@ class Runner:
 
     def __init__(self, folder: Path, *, steps: int = STEPS, seconds: float = 60):
         self.folder, self.steps, self.seconds, self.pool = folder, steps, seconds, Pool()
-        self.references: dict[tuple[str, str, int], Run] = {}
+        self.references: dict[tuple[str, str, int, int], Run] = {}
 
     def run(
         self, case: Case, *, steps: int | None = None, name: str | None = None, fresh: bool = True, **sections
@@ -159,10 +159,10 @@ class Runner:
         name = name or str(case)
         steps = steps or self.steps
         if "adapter" in WAYS[case.way]:
-            base = self.reference(Case(case.model, "plain"))
+            base = self.reference(Case(case.model, "plain", layers=case.layers))
             sections["model"] = {"from": str(base.path)} | WAYS[case.way]["model"] | sections.get("model", {})
         if WAYS[case.way].get("objective", {}).get("type") == "distill":
-            teacher = self.reference(Case(TEACHERS.get(case.model, "gqa"), "plain"))
+            teacher = self.reference(Case(TEACHERS.get(case.model, "gqa"), "plain", layers=case.layers))
             sections["objective"] = {"teacher": str(teacher.path)} | sections.get("objective", {})
         file = write_run(self.folder, case, steps=steps, name=name, **sections)
         self.pool.run(file, ranks_of(case.mesh), fresh=fresh, seconds=self.seconds)
@@ -171,24 +171,24 @@ class Runner:
     def reference(self, case: Case, *, steps: int | None = None) -> Run:
         """The run of one process that a case must be equal to."""
         steps = steps or self.steps
-        key = (case.model, case.way, steps)
+        key = (case.model, case.way, case.layers, steps)
         if key not in self.references:
-            name = f"{case.model}-{case.way}-{steps}-steps"
-            self.references[key] = self.run(Case(case.model, case.way), steps=steps, name=name)
+            name = f"{case.model}-{case.way}-{case.layers}-layers-{steps}-steps"
+            self.references[key] = self.run(replace(case, mesh={}), steps=steps, name=name)
         return self.references[key]
 
     def compare(self, case: Case) -> Difference:
         """How far a case is from one process."""
         run = self.run(case)
         difference = compare(self.reference(case), run)
-        difference.not_shared = not_shared(run, case.mesh)
+        difference.not_shared = not_shared(run, case.mesh, case.layers)
         if difference.good:
             shutil.rmtree(run.path)  # there are hundreds
         return difference
 
-    def travel(self, model: str, meshes: list[dict[str, Any]]) -> Difference:
+    def travel(self, model: str, meshes: list[dict[str, Any]], layers: int = LAYERS) -> Difference:
         """How far a run that makes each step on another mesh is from one that makes them all in one process."""
         name = f"{model}-from-mesh-to-mesh"
         for step, mesh in enumerate(meshes, start=1):
-            run = self.run(Case(model, "plain", mesh), steps=step, name=name, fresh=step == 1)
-        return compare(self.reference(Case(model, "plain"), steps=len(meshes)), run)
+            run = self.run(Case(model, "plain", mesh, layers), steps=step, name=name, fresh=step == 1)
+        return compare(self.reference(Case(model, "plain", layers=layers), steps=len(meshes)), run)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,10 +22,11 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # ep divides dp_shard x c
 
 # ---- models: 4 layers, so that there are 4 pipeline stages; 8 query heads; weights large enough to matter
 
+LAYERS = 4
 _SHAPE = {
     "vocab_size": 256,
     "hidden_size": 32,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 8,
     "intermediate_size": 64,
     "max_position_embeddings": 64,
@@ -276,11 +278,12 @@ COMPILED = [
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a way of training it, a mesh."""
+    """A model, a way of training it, a mesh; and the number of the model's layers, and of those of its teacher."""
 
     model: str
     way: str
     mesh: dict[str, Any] = field(default_factory=dict)
+    layers: int = LAYERS
 
     def __str__(self) -> str:
         return f"{self.model}-{self.way}-{mesh_name(self.mesh)}"
@@ -374,33 +377,32 @@ def matrix() -> list[Case]:
 
 
 # What `make test` runs of it: every axis, pair of axes, model and family of objectives, and the schedules that no other
-# test has. As few ranks as these take: each costs a second of a core.
+# test has. As few ranks as these take: each costs a second of a core; and half of the layers, where this is enough.
+_SMALL = partial(Case, layers=2)
 SAMPLE = [
-    Case("dense", "dropout", {"dp_shard": 2}),
-    Case("gqa", "uneven", {"dp_replicate": 2, "dp_shard": 2}),
-    Case("dense", "clipping", {"tp": 2}),
-    Case("two_groups", "plain", {"tp": 4}),
-    Case("tied", "masked", {"cp": 2}),
-    Case("tied", "uneven", {"pp": 2}),
-    Case("moe", "masked", {"dp_shard": 2, "ep": 2}),
-    Case("moe", "plain", {"cp": 2, "tp": 2, "ep": 2}),
-    Case("capacity", "masked", {"cp": 2, "ep": 2, "cp_method": "all_gather"}),
-    Case("tied", "sft_sequences", {"pp": 2, "tp": 2}),
+    _SMALL("dense", "dropout", {"dp_shard": 2}),
+    _SMALL("gqa", "uneven", {"dp_replicate": 2, "dp_shard": 2}),
+    _SMALL("dense", "clipping", {"tp": 2}),
+    _SMALL("two_groups", "plain", {"tp": 4}),
+    _SMALL("tied", "masked", {"cp": 2}),
+    _SMALL("tied", "uneven", {"pp": 2}),
+    _SMALL("moe", "masked", {"dp_shard": 2, "ep": 2}),
+    _SMALL("moe", "plain", {"cp": 2, "tp": 2, "ep": 2}),
+    _SMALL("capacity", "masked", {"cp": 2, "ep": 2, "cp_method": "all_gather"}),
+    _SMALL("tied", "sft_sequences", {"pp": 2, "tp": 2}),
     Case("gqa", "z_loss", {"pp": 2, "pp_schedule": "looped_bfs"}),
-    Case("dense", "mtp", {"pp": 2}),
-    Case("gqa", "gspo_lora", {"cp": 2}),
+    _SMALL("dense", "mtp", {"pp": 2}),
+    _SMALL("gqa", "gspo_lora", {"cp": 2}),
     Case("tied", "frozen", {"pp": 2, "pp_schedule": "interleaved_zero_bubble"}),
-    Case("gqa", "lora", {"tp": 2}),
-    Case("gqa", "dora", {"pp": 2, "dp_shard": 2}),
-    Case("tied", "distill", {"pp": 2}),
+    _SMALL("gqa", "dora", {"pp": 2, "dp_shard": 2}),
+    _SMALL("tied", "distill", {"pp": 2}),
     Case("dense", "distill_hidden", {"tp": 2}),
-    Case("moe", "qlora", {"tp": 2}),
-    Case("tied", "kept", {"tp": 2}),
-    Case("moe", "dpo", {"pp": 2, "cp": 2}),
-    Case("gqa", "kto", {"dp_shard": 2, "cp": 2}),
-    Case("tied", "reward", {"tp": 2}),
+    _SMALL("moe", "qlora", {"tp": 2}),
+    _SMALL("moe", "dpo", {"pp": 2}),
+    _SMALL("gqa", "kto", {"dp_shard": 2}),
+    _SMALL("tied", "reward", {"tp": 2}),
 ]
-# The same on more ranks; `make test-long` runs them.
+# The same on more ranks, and what is a part of these; `make test-long` runs them.
 LARGER_SAMPLE = [
     Case("dense", "dropout", {"dp_shard": 4}),
     Case("gqa", "everything", {"pp": 2, "dp_shard": 2, "tp": 2}),
@@ -409,11 +411,19 @@ LARGER_SAMPLE = [
     Case("gqa", "lora", {"cp": 2, "tp": 2}),
     Case("tied", "distill", {"pp": 2, "tp": 2}),
     Case("moe", "qlora", {"dp_shard": 2, "tp": 2, "ep": 2}),
+    Case("gqa", "lora", {"tp": 2}),
+    Case("tied", "kept", {"tp": 2}),
     Case("tied", "kept", {"pp": 2, "tp": 2}),
+    Case("moe", "dpo", {"pp": 2, "cp": 2}),
+    Case("gqa", "kto", {"dp_shard": 2, "cp": 2}),
     Case("tied", "reward", {"pp": 2, "tp": 2}),
 ]
 
 # ---- a run's file
+
+
+def _model(case: Case) -> dict[str, Any]:
+    return (MODELS | FAMILIES)[case.model] | {"num_hidden_layers": case.layers}
 
 
 def write_run(folder: Path, case: Case, *, steps: int = STEPS, name: str = "run", **sections: Any) -> Path:
@@ -422,7 +432,7 @@ def write_run(folder: Path, case: Case, *, steps: int = STEPS, name: str = "run"
     content: dict[str, Any] = {
         "run": {"name": name, "directory": str(folder), "seed": 7},
         # Of an adapter's run, the base model has the shape: `Runner.run` names it.
-        "model": {} if "adapter" in way else (MODELS | FAMILIES)[case.model] | way["model"],
+        "model": {} if "adapter" in way else _model(case) | way["model"],
         "data": {"sequence_length": 32} | way["data"],
         "optimizer": {"type": "matrix_parts:PlainSGD", "lr": 0.3},
         "schedule": {"type": "constant"},

@@ -18,12 +18,14 @@ pytestmark = pytest.mark.xdist_group("ranks")
     ids=str,
 )
 def test_a_mesh_begins_with_an_adapter(runner, tmp_path, model, way, mesh):
-    source = runner.reference(Case(model, way), steps=2).path
+    source = runner.reference(Case(model, way, layers=2), steps=2).path
     if way == "lora":
         weft.export_model(source, tmp_path / "peft", to="peft")
         source = tmp_path / "peft"
     runs = [
-        runner.run(Case(model, way, one), steps=2, name=f"from-{model}-{mesh_name(one)}", adapter={"from": str(source)})
+        runner.run(
+            Case(model, way, one, 2), steps=2, name=f"from-{model}-{mesh_name(one)}", adapter={"from": str(source)}
+        )
         for one in ({}, mesh)
     ]
     difference = compare(*runs)

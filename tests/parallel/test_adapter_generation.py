@@ -24,7 +24,7 @@ def greedy(model, prompt, tokens):
     ("model", "way"), [("deepseek_v3", "lora_experts"), pytest.param("gqa", "qlora", marks=pytest.mark.matrix)]
 )
 def test_an_adapters_run_generates_the_same_on_two_ranks(runner, model, way):
-    run = runner.reference(Case(model, way), steps=2)
+    run = runner.reference(Case(model, way, layers=2), steps=2)
     found = runner.pool.call(sharded, 2, [run.path], PROMPTS, {}, seconds=120)
     assert found[0] == found[1]
     loaded = weft.load_model(run.path)
@@ -36,7 +36,7 @@ def test_an_adapters_run_generates_the_same_on_two_ranks(runner, model, way):
 
 
 def test_one_rank_alone_adds_an_adapter_and_checks_its_base_model(runner):
-    run = runner.reference(Case("dense", "lora"), steps=2)
+    run = runner.reference(Case("dense", "lora", layers=2), steps=2)
     base = weft.RunConfig.load(run.path / "config.yaml", check_data=False).model.from_
     found = runner.pool.call(added_on_one_rank, 2, base, run.path)
     assert found == [[], greedy(weft.load_model(run.path), [5, 6, 7], 6)]

@@ -1,7 +1,7 @@
 """A checkpoint of one mesh goes on on any other, as if there had been no other mesh."""
 
 import pytest
-from matrix import WITHIN, mesh_name, unknown
+from matrix import LAYERS, WITHIN, mesh_name, unknown
 
 # Checkpoints from mesh to mesh: a run makes a step on each, and goes on from there on the next.
 JOURNEYS = [
@@ -24,10 +24,12 @@ def journey(number, model, meshes):
     marks += [pytest.mark.long] if number == 0 else []
     reasons = [reason for mesh in meshes if (reason := unknown(mesh))]
     marks += [pytest.mark.skip(reason=f"there is no {reasons[0]}")] if reasons else []
-    return pytest.param(model, meshes, id=f"{model}-{'-'.join(map(mesh_name, meshes))}", marks=marks)
+    return pytest.param(
+        model, meshes, 2 if number < 2 else LAYERS, id=f"{model}-{'-'.join(map(mesh_name, meshes))}", marks=marks
+    )
 
 
-@pytest.mark.parametrize(("model", "meshes"), [journey(number, *row) for number, row in enumerate(JOURNEYS)])
-def test_a_run_goes_on_on_another_mesh(runner, model, meshes):
-    difference = runner.travel(model, meshes)
+@pytest.mark.parametrize(("model", "meshes", "layers"), [journey(number, *row) for number, row in enumerate(JOURNEYS)])
+def test_a_run_goes_on_on_another_mesh(runner, model, meshes, layers):
+    difference = runner.travel(model, meshes, layers)
     assert difference.largest <= WITHIN, difference.wrong()

@@ -85,7 +85,11 @@ def test_what_is_cached_is_what_the_model_says_also_of_a_trained_adapter(write, 
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize(("axis", "adapter"), [("dp_shard", None), ("cp", {"r": 2, "targets": "all-linear"})], ids=str)
+@pytest.mark.parametrize(
+    ("axis", "adapter"),
+    [pytest.param("dp_shard", None, marks=pytest.mark.long), ("cp", {"r": 2, "targets": "all-linear"})],
+    ids=str,
+)
 def test_ranks_compute_it_together(runner, write, tmp_path, axis, adapter):
     assert train(write("alone", once=False, adapter=adapter)) == 0
     runner.pool.run(write("ranks", once=True, adapter=adapter, **{axis: 2}), 2, fresh=True, seconds=120)

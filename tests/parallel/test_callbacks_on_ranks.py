@@ -15,7 +15,7 @@ def train(runner, name, mesh, *, fresh=True):
     callbacks = [{"type": "ema", "decay": 0.6, "validate": True}, {"type": "callback_parts:StopOn", "rank": 1}]
     file = write_run(
         runner.folder,
-        Case("tied", "plain", mesh),
+        Case("tied", "plain", mesh, layers=2),
         steps=STEPS,
         name=name,
         data={"train": DATA, "validation": {**DATA, "count": 7}},

@@ -129,7 +129,9 @@ def test_balancing_losses_are_the_papers():
         torch.testing.assert_close(mine, one if more is None else one + more, atol=1e-12, rtol=1e-9)
 
 
-@pytest.mark.parametrize("section", [DEEPSEEK, GPT_OSS], ids=["deepseek", "gpt-oss"])
+@pytest.mark.parametrize(
+    "section", [DEEPSEEK, pytest.param(GPT_OSS, marks=pytest.mark.long)], ids=["deepseek", "gpt-oss"]
+)
 def test_a_block_compiles_whole(section):
     torch._dynamo.reset()
     section = {key: value for key, value in section.items() if value is not None}

@@ -88,7 +88,7 @@ def fitted(runner, case: Case, name: str, **training) -> tuple[Run, dict[str, in
     "mesh", [{}, *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ({"dp_shard": 2}, {"tp": 2}))], ids=str
 )
 def test_training_is_close_to_bfloat16(runner, torchao, mesh):
-    case = Case("dense", "plain", mesh)
+    case = Case("dense", "plain", mesh, layers=2)
     wide = runner.run(case, steps=3, name="wide", training={"dtype": "bfloat16"})
     found = {}
     for fp8 in (True, "rowwise"):

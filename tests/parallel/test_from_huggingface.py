@@ -9,7 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-@pytest.mark.parametrize(("model", "mesh"), [("dense", {"pp": 2}), ("tied", {"pp": 2, "tp": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [pytest.param("dense", {"pp": 2}, marks=pytest.mark.long), ("tied", {"pp": 2, "tp": 2})],
+    ids=str,
+)
 def test_a_mesh_begins_with_a_folders_weights(runner, tmp_path, model, mesh):
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**MODELS[model])).save_pretrained(tmp_path / "folder")

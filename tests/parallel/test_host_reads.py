@@ -24,8 +24,14 @@ def reads(pool, folder, model, way="accumulation", **training):
     return found
 
 
-@pytest.mark.parametrize("model", ["dense", "moe"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("recompute", "model"),
+    [
+        ("none", "dense"),
+        ("full", "moe"),
+        *(pytest.param(*other, marks=pytest.mark.long) for other in (("none", "moe"), ("full", "dense"))),
+    ],
+)
 def test_the_host_reads_once_per_step(pool, tmp_path, model, recompute):
     found = reads(pool, tmp_path, model, activation_checkpointing=recompute)
     assert [len(step) for step in found] == [1, 1, 1]

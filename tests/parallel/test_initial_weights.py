@@ -22,12 +22,12 @@ MODEL = {
 EVEN = {**MODEL, "vocab_size": 516, "num_key_value_heads": 2} | {"moe": MODEL["moe"] | {"num_experts": 12}}
 MESHES = [
     ({}, MODEL),
-    ({"dp_shard": 2}, MODEL),
     ({"dp_shard": 4, "offload": "parameters"}, MODEL),
     ({"dp_shard": 2, "tp": 2}, EVEN),
     ({"dp_shard": 4, "ep": 2}, EVEN),
     ({"pp": 2, "dp_shard": 2}, EVEN),
 ]
+LONG = [({"dp_shard": 2}, MODEL)]
 
 
 def ranks_of(mesh: dict) -> int:
@@ -80,7 +80,13 @@ def write(run_yaml):
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize(("mesh", "model"), MESHES, ids=[str(mesh) for mesh, _ in MESHES])
+@pytest.mark.parametrize(
+    ("mesh", "model"),
+    [
+        *(pytest.param(mesh, model, id=str(mesh)) for mesh, model in MESHES),
+        *(pytest.param(mesh, model, id=str(mesh), marks=pytest.mark.long) for mesh, model in LONG),
+    ],
+)
 def test_every_mesh_begins_with_the_weights_of_one_process(runner, write, mesh, model):
     file = write(mesh, model)
     expected, seen = alone(file), set()

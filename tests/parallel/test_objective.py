@@ -50,7 +50,7 @@ def one(runner):
         ({"dp_shard": 2, "cp": 2}, 3, "Twice"),
         pytest.param({"cp": 2, "tp": 2, "cp_method": "all_gather"}, 2, "Preference", marks=pytest.mark.long),
         ({"pp": 2}, 2, "Preference"),
-        ({"pp": 2, "cp": 2, "pp_schedule": "zbv_zero_bubble"}, 1, "Preference"),
+        pytest.param({"pp": 2, "cp": 2, "pp_schedule": "zbv_zero_bubble"}, 1, "Preference", marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -65,7 +65,7 @@ def train_documents(runner, name, mesh, micro):
     """Three steps of five sequences with two items each, of which a third has both answers."""
     file = write_run(
         runner.folder,
-        Case("gqa", "plain", mesh),
+        Case("gqa", "plain", mesh, layers=2),
         name=name,
         objective={"type": "objective_parts:Documents"},
         data={"train": PACKED, "validation": {**PACKED, "count": 5}},
@@ -86,7 +86,7 @@ def packed(runner):
     [
         pytest.param({"dp_shard": 2, "cp": 2}, 2, marks=pytest.mark.long),
         ({"pp": 2, "cp": 2, "cp_method": "all_gather"}, 1),
-        ({"dp_shard": 2}, 1),
+        pytest.param({"dp_shard": 2}, 1, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -106,10 +106,10 @@ def test_functions_of_chunks_of_logits_are_those_of_all_logits(runner):
     """With soft-capped logits, sharded over the vocabulary, and outputs that a pipeline broadcasts."""
     runs, entropies = [], []
     for mesh, chunks in (({}, False), ({"pp": 2, "tp": 2}, True)):
-        objective = {"type": "objective_parts:Certain", "chunks": chunks}
-        file = write_run(runner.folder, Case("gemma2", "masked", mesh), name=f"chunks-{chunks}", objective=objective)
+        objective, name = {"type": "objective_parts:Certain", "chunks": chunks}, f"chunks-{chunks}"
+        file = write_run(runner.folder, Case("gemma2", "masked", mesh, 2), steps=2, name=name, objective=objective)
         runner.pool.run(file, ranks_of(mesh), fresh=True, seconds=60)
-        runs.append(Run(runner.folder / f"chunks-{chunks}"))
+        runs.append(Run(runner.folder / name))
         lines = map(json.loads, (runs[-1].path / "metrics.jsonl").read_text().splitlines())
         entropies.append([line["entropy"] for line in lines])
     difference = compare(*runs)

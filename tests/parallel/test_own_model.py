@@ -107,8 +107,7 @@ MODELS = {
     ),
 }
 ON_MESHES = [
-    ("tied", {"tp": 2, "dp_shard": 2}),
-    ("recomputing", {"tp": 2}),
+    ("tied", {"tp": 2}),
     ("whole head", {"tp": 2}),
     ("labels", {"tp": 2}),
     ("scalars", {"dp_shard": 2}),
@@ -116,6 +115,8 @@ ON_MESHES = [
 ]
 ON_OTHER_MESHES = [
     ("tied", {"dp_shard": 2}),
+    ("tied", {"tp": 2, "dp_shard": 2}),
+    ("recomputing", {"tp": 2}),
     ("labels", {"tp": 2, "dp_replicate": 2}),
     ("scalars", {"dp_shard": 2, "dp_replicate": 2}),
     ("scalars", {"dp_shard": 2, "tp": 2}),

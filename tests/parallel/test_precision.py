@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def run(runner, name, mesh=None, *, model="dense", steps=2, every=1, **training):
-    case = Case(model, "plain", mesh or {})
+    case = Case(model, "plain", mesh or {}, layers=2)
     return runner.run(case, steps=steps, name=name, training=training, checkpoint={"every": every})
 
 
@@ -42,7 +42,7 @@ def test_weights_and_gradients_are_kept_in_float32(runner):
     [
         ({}, "bfloat16"),
         ({"dp_shard": 2}, "float16"),
-        ({"dp_replicate": 2}, "bfloat16"),
+        pytest.param({"dp_replicate": 2}, "bfloat16", marks=pytest.mark.long),
         ({"tp": 2}, "bfloat16"),
     ],
     ids=str,
@@ -64,7 +64,7 @@ def test_half_the_bits_are_half_the_bytes(runner):
     told = {}
     for dtype in ("float32", "bfloat16"):
         training = {"dtype": "float32", "reduce_dtype": dtype}
-        file = write_run(runner.folder, Case("dense", "plain", {"dp_replicate": 2}), name=dtype, training=training)
+        file = write_run(runner.folder, Case("dense", "plain", {"dp_replicate": 2}, 2), name=dtype, training=training)
         told[dtype] = max(runner.pool.call(fit_counting, 2, file, True))
     assert told["bfloat16"] == pytest.approx(told["float32"] / 2, rel=0.01)
 
@@ -79,7 +79,14 @@ def overflowing_alone(runner):
 
 @pytest.mark.parametrize(
     "mesh",
-    [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"dp_replicate": 2, "compress": {"start_step": 1, "rank": 2}}],
+    [
+        {"tp": 2},
+        {"pp": 2},
+        *(
+            pytest.param(mesh, marks=pytest.mark.long)
+            for mesh in ({"dp_shard": 2}, {"dp_replicate": 2, "compress": {"start_step": 1, "rank": 2}})
+        ),
+    ],
     ids=str,
 )
 def test_an_overflow_is_seen_by_all_ranks(runner, overflowing_alone, mesh):

@@ -1,7 +1,7 @@
 """When gradients are reduced is chosen by the memory of a rank, and does not change what is learned."""
 
 import pytest
-from matrix import STEPS, Case, write_run
+from matrix import Case, write_run
 from pool import weft_command
 from running import metrics  # pyright: ignore[reportMissingImports]
 
@@ -9,7 +9,7 @@ from weft.observe.manifest import read_manifest
 from weft.parallel.gradients import reduction
 
 pytestmark = pytest.mark.xdist_group("ranks")
-RANKS, MICRO_BATCHES = 2, 4
+RANKS, MICRO_BATCHES, STEPS = 2, 2, 2
 
 
 def train(file, memory, verb="train", *options):
@@ -70,7 +70,7 @@ def test_a_resumed_run_and_its_repetition_keep_the_choice_on_their_mesh(run, run
     assert f"gradients are reduced with {words} micro-batch (as in the last session)" in said
     assert read_manifest(tmp_path / "run")["reduce_gradients"] == kept
     (said, _), *_ = runner.pool.call(
-        train, RANKS, tmp_path / "run", later, "reproduce", "--from", "3", "--out", f"{tmp_path}/again"
+        train, RANKS, tmp_path / "run", later, "reproduce", "--from", f"{STEPS}", "--out", f"{tmp_path}/again"
     )
     assert f"gradients are reduced with {words} micro-batch (as in the last session)" in said
     # Sums of another mesh round differently anyway: the memory decides again.
