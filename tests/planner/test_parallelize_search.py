@@ -9,8 +9,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from weft.errors import UserError
 from weft.planner.hardware import load_hardware
+from weft.planner.parallelize.graph import Meta, Node, Ref
 from weft.planner.parallelize.runtime import match
 from weft.planner.parallelize.search import meshes, search_plan, solve_setting
+from weft.planner.parallelize.strategies import Trials
 from weft.planner.parallelize.tables import Found, Search, make_plan
 
 
@@ -109,6 +111,18 @@ def test_long_sequences_are_split():
 def test_rows_and_devices_that_do_not_fit_are_refused(rows, devices, message):
     with pytest.raises(UserError, match=message):
         search_plan(PerToken, torch.empty(rows, 64, 512), devices=devices)
+
+
+def test_what_dtensor_computes_to_find_a_rule_is_no_work():
+    """The backward pass of a group norm is one operator, which DTensor decomposes to propagate placements."""
+    metas = [Meta(shape, torch.float64) for shape in ((1, 8, 4, 4), (8,), (8,))]
+    norm = Node("norm", "op", torch.ops.aten.group_norm.default, (Ref(0), 2, Ref(1), Ref(2)), outputs=(metas[0],))
+    trials, replicated = Trials(), (Replicate(),)
+    trial = trials.forward("norm", norm, [(meta, True) for meta in metas], (replicated,) * 3)
+    assert trial is not None
+    found = trials.backward(("norm",), trial, ((False,),))
+    assert found is not None
+    assert found[1].calls == 1
 
 
 class MadeConstants(nn.Module):

@@ -155,14 +155,9 @@ class Trials:
 
         stand_in = self._stand_in(node, tensors)
 
-        def call() -> Any:
-            with self.mode, run_by(stand_in):
-                return function_of(node.target)(*args, **kwargs)
-
-        with watch():
-            call()  # DTensor propagates placements of new operators with operators on tensors without data
-        with watch() as work, torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
-            out = call()
+        saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one)
+        with watch() as work, saving, self.mode, run_by(stand_in):
+            out = function_of(node.target)(*args, **kwargs)
         results = tuple(out) if isinstance(out, tuple | list) else (out,)
         found: list[Placed | None] = []
         for one in results:
@@ -236,9 +231,8 @@ class Trials:
                 grads.append(self.place(Meta(tuple(result.shape), result.dtype), gradient, False))
         if not wanted or not outs:
             return tuple(nothing for _ in trial.inputs), Work()
-        for _ in range(2):  # see _forward
-            with watch() as work:
-                found = iter(torch.autograd.grad(outs, wanted, grads, retain_graph=True, allow_unused=True))
+        with watch() as work:
+            found = iter(torch.autograd.grad(outs, wanted, grads, retain_graph=True, allow_unused=True))
         found_sums: list[Sums] = []
         for one in trial.inputs:
             gradient = next(found) if one.requires_grad else None

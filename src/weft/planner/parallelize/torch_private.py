@@ -66,6 +66,9 @@ NAMES = {
 replicated: list[tuple[str, tuple[int, ...]]] = []  # operators that ran on replicated tensors, and over which axes
 """Grows with each new operator, shape and placement; readers count from the length it had when they began."""
 
+propagating: list[OpSchema] = []
+"""Operators whose placements DTensor is propagating, which it does with operators on tensors without data."""
+
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
     """Returns a module's own dict of its direct parameters, in which a tensor can replace a parameter."""
@@ -131,6 +134,7 @@ def replicate_what_has_no_rule() -> None:
 
     @wraps(propagate)
     def with_fallback(self: Any, schema: OpSchema) -> Any:
+        propagating.append(schema)
         try:
             return _checked(schema, propagate(self, schema))
         except Exception as error:  # DTensor raises many types; what no fallback can run is raised again
@@ -138,6 +142,8 @@ def replicate_what_has_no_rule() -> None:
             if found is None:
                 raise error
             return found
+        finally:
+            propagating.pop()
 
     with_fallback.replicates = True  # type: ignore[attr-defined]
     ShardingPropagator.propagate_op_sharding_non_cached = with_fallback  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils.flop_counter import flop_registry
 
 from weft.planner.parallelize.graph import Meta
-from weft.planner.parallelize.torch_private import recorded_redistribution
+from weft.planner.parallelize.torch_private import propagating, recorded_redistribution
 from weft.torch_private import TorchDispatchMode, tree_leaves
 
 Placed = tuple[Placement, ...]  # one placement for each axis
@@ -61,6 +61,8 @@ class _Counter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
+        if propagating:
+            return out
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             self.work.flops += formula(*args, **(kwargs or {}), out_val=out)
