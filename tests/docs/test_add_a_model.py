@@ -74,20 +74,11 @@ def test_the_family_is_written_in_the_houses_style(copy):
         assert done.returncode == 0, done.stdout
 
 
-def test_the_family_passes_the_proof(copy):
-    (command,) = re.findall(r"^\$ python (-m pytest .*)$", TEXT, re.M)
-    calls = [shlex.split(command)[2:], ["-q", "tests/cli/test_models.py", "-k", "published_size"]]
-    # One process for both: each would take seconds to import torch.
-    said = python(copy, "-c", f"import pytest; assert not any([pytest.main(words) for words in {calls!r}])")
-    proofs, sizes = re.findall(r"(\d+) passed", said)
-    assert int(proofs) >= 2 * 4  # two shapes, four tests of each
-    assert sizes == "1"
-
-
-def test_the_commands(copy):
+@pytest.fixture(scope="module")
+def said(copy):
+    """What the page's commands and pytest's print. One process for all: each would take seconds to import torch."""
     import torch
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, StableLmConfig, StableLmForCausalLM
+    from transformers import StableLmConfig, StableLmForCausalLM
 
     small = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
     config = StableLmConfig(vocab_size=64, hidden_size=32, intermediate_size=48, **small)
@@ -95,8 +86,31 @@ def test_the_commands(copy):
     StableLmForCausalLM(config).save_pretrained(copy / "path/to/hf-folder")
     commands = [shlex.split(line) for line in re.findall(r"^\$ weft (.*?)(?:  +#.*)?$", TEXT, re.M)]
     assert [words[0] for words in commands] == ["models", "models", "import", "export"]
-    # One process for all: each would take seconds to import torch.
-    out = python(copy, "-c", f"from weft.cli.main import main; assert not any(map(main, {commands!r}))")
+    (command,) = re.findall(r"^\$ python (-m pytest .*)$", TEXT, re.M)
+    tests = [shlex.split(command)[2:], ["-q", "tests/cli/test_models.py", "-k", "published_size"]]
+    program = f"""
+import pytest
+from weft.cli.main import main
+
+assert not any(map(main, {commands!r}))
+print("END", flush=True)
+assert not any([pytest.main(words) for words in {tests!r}])
+"""
+    return python(copy, "-c", program).split("END\n")
+
+
+def test_the_family_passes_the_proof(said):
+    proofs, sizes = re.findall(r"(\d+) passed", said[1])
+    assert int(proofs) >= 2 * 4  # two shapes, four tests of each
+    assert sizes == "1"
+
+
+def test_the_commands(copy, said):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, StableLmForCausalLM
+
+    out = said[0]
     assert out.startswith("stablelm: StableLM (Bellagente et al., 2024)")
     assert "reads StableLmForCausalLM\n" in out
     assert re.search(r"stablelm-3b +2\.80B", out)

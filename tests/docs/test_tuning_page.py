@@ -92,7 +92,11 @@ def test_the_commands_of_the_page_of_quantization(home):
 
 @pytest.mark.parametrize(
     ("number", "model"),
-    [(2, "Llama 3.2 1B"), (3, "Llama 3.2 1B"), pytest.param(4, "Llama 2 7B", marks=pytest.mark.long)],
+    [
+        (2, "Llama 3.2 1B"),
+        pytest.param(3, "Llama 3.2 1B", marks=pytest.mark.long),
+        pytest.param(4, "Llama 2 7B", marks=pytest.mark.long),
+    ],
 )
 def test_the_table_of_memory_is_current(number, model):
     """Its first rows, which are fast to compute. `make docs` writes the table."""

@@ -37,6 +37,13 @@ KINDS = {
     "latent": {"mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}},
     "experts": {"moe": {"num_experts": 4, "num_experts_per_tok": 2}},
 }
+# "both" has a window, and layers without one.
+SAMPLE = [
+    "both",
+    "latent",
+    "experts",
+    *(pytest.param(kind, marks=pytest.mark.long) for kind in ("full", "window", "alibi")),
+]
 
 
 def decoder(**keys):
@@ -94,7 +101,7 @@ def random_schedules(kind, count):
         schedule(model, rng, alone)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLE)
 def test_random_schedules_give_each_request_what_it_gets_alone(kind):
     random_schedules(kind, 6)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_engine import KINDS, SHAPE, decoder, schedule
+from test_engine import KINDS, SAMPLE, SHAPE, decoder, schedule
 
 from weft.config.model import ModelSection
 from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
@@ -55,7 +55,7 @@ def tokens_of(found):
     return [piece.token for piece in found]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLE)
 def test_greedy_texts_are_the_same(kind):
     model, sampling = decoder(**KINDS[kind]), Sampling(20, temperature=0)
     expected = generate_ids(model, PROMPTS, sampling)
@@ -150,7 +150,7 @@ def random_schedules(kind, count):
             schedule(model, rng, alone, **options)
 
 
-@pytest.mark.parametrize("kind", ["full", "both"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.long), "both"])
 def test_random_schedules_give_each_request_what_it_gets_alone(kind):
     random_schedules(kind, 2)
 

@@ -34,7 +34,8 @@ def write(tiny_store, tiny_heldout, tiny_tokenizer, tmp_path):
             "objective": {"type": "pretrain"} if name == "teacher" else teacher | objective,
             "optimizer": {"lr": 1e-2},
             "schedule": {"type": "constant"},
-            "training": {"steps": 3, "batch_tokens": 256, "micro_batch_size": 4, "threads": 1, "dtype": "float64"},
+            "training": {"steps": 3, "batch_tokens": 256, "micro_batch_size": 4 if mesh else 8, "dtype": "float64"}
+            | {"threads": 1},
             "validation": {"every": 2, "tokens": 2000},
             "parallel": {"dp_shard": 1, **(mesh or {})},
             "log": {"trackers": []},

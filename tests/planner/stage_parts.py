@@ -136,7 +136,7 @@ def refusals():
     return found
 
 
-def rounding(schedules, micro_batches=32):
+def rounding(schedules, micro_batches=16):
     """For each schedule: errors of gradients in bfloat16 over float32 parameters, on this rank.
 
     Returns:

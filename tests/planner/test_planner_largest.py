@@ -22,7 +22,7 @@ def needs(config, devices=1) -> float:
     return max(one.total for one in memory_of(config, devices)) / 1e9
 
 
-@pytest.mark.parametrize("memory_gb", [3.5, 4.5, 6.0])
+@pytest.mark.parametrize("memory_gb", [3.5, 4.5, pytest.param(6.0, marks=pytest.mark.long)])
 def test_one_sequence_more_than_the_largest_micro_batch_does_not_fit(run, memory_gb):  # noqa: F811
     found = largest("micro_batch", run(), 1, of(memory_gb))
     tried = [size for size in range(1, 65) if needs(run(1, f"training.micro_batch_size={size}")) <= memory_gb]

@@ -101,11 +101,11 @@ BLOCKS = [
     ],
 )
 def test_a_block_saves_as_many_bytes_as_the_real_one(run, model, dtype):  # noqa: F811
-    changes = [f"training.dtype={dtype}", "model.hidden_size=512", "model.vocab_size=64", "data.sequence_length=256"]
+    changes = [f"training.dtype={dtype}", "model.hidden_size=512", "model.vocab_size=64", "data.sequence_length=128"]
     given = [f"model.{key}={value}" for key, value in _items(model)]
 
     def config(layers: int):
-        return run(1, *changes, *given, f"model.num_hidden_layers={layers}", "training.micro_batch_size=4")
+        return run(1, *changes, *given, f"model.num_hidden_layers={layers}", "training.micro_batch_size=2")
 
     planned = one(config(5)).activations - one(config(4)).activations
     measured = _saved(config(2), dtype) - _saved(config(1), dtype)
@@ -130,7 +130,7 @@ def _saved(config, dtype: str) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = model(torch.zeros(4, 256, dtype=torch.long))
+        result = model(torch.zeros(2, 128, dtype=torch.long))
     found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     del result
     return found

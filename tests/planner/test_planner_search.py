@@ -92,7 +92,7 @@ def cpu(memory_gb: float):
         pytest.param([], machine, marks=pytest.mark.long),
         ([], cpu),
         (EXPERTS, machine),
-        (["training.compile=true", "optimizer={type: muon, lr: 0.01}"], machine),
+        pytest.param(["training.compile=true", "optimizer={type: muon, lr: 0.01}"], machine, marks=pytest.mark.long),
         pytest.param(["parallel.layers_per_fsdp_unit=2"], cpu, marks=pytest.mark.long),
     ],
 )
@@ -100,7 +100,7 @@ def test_bounds_never_exceed_what_is_predicted(run, overrides, machine):  # noqa
     hardware = machine(8.0)
     bounds, every = candidates(run(1, *overrides), 16, hardware)
     checked = 0
-    for one, config in random.Random(0).sample(every, 40):
+    for one, config in random.Random(0).sample(every, 20):
         if not is_legal(config, 16):
             continue
         seconds = predict(config, 16, hardware).step_seconds * (1 + 1e-9)
@@ -109,7 +109,7 @@ def test_bounds_never_exceed_what_is_predicted(run, overrides, machine):  # noqa
         assert one.layout.pp == 1 or bounds.tight_seconds(one) <= seconds
         assert bounds.memory(one) <= max(rank.total for rank in memory_on(config, 16, hardware)) * (1 + 1e-9)
         checked += 1
-    assert checked > 25
+    assert checked > 12
 
 
 def test_the_batch_and_the_optimizer_stay(run):  # noqa: F811
