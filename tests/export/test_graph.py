@@ -17,6 +17,8 @@ from weft.cli.main import main
 from weft.generation.settings import Sampling
 from weft.generation.text import generate_ids
 
+pytestmark = pytest.mark.xdist_group("graph")  # one worker imports the compiler
+
 
 def exported(tmp_path, theirs, to="torch", **options):
     """The folder of the exported model, and what its graph.json says."""

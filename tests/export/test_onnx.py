@@ -14,6 +14,7 @@ from graph_calls import CASES, compare, pair, small
 import weft
 from weft.cli.main import main
 
+pytestmark = pytest.mark.xdist_group("onnx")  # one worker imports the libraries
 PAGE = Path(__file__).parents[2] / "docs/export/onnx.md"
 
 

@@ -18,7 +18,7 @@ def test_equal_blocks_are_compiled_once(run_yaml, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", counting)
     sections = {
-        "model": {"preset": "llama-tiny", "vocab_size": 512, "num_hidden_layers": 4},
+        "model": {"preset": "llama-tiny", "vocab_size": 512, "num_hidden_layers": 3},
         "training": {"steps": 2, "dtype": "bfloat16", "compile": True},
         "schedule": {"type": "cosine", "warmup_steps": 0},
         "data": {"validation": None},

@@ -107,9 +107,9 @@ def test_the_run_ends_where_no_scale_is_small_enough(float16_run, capsys):
 def test_a_resumed_run_is_the_run(float16_run):
     """The scale is found, doubled and found again, with interruptions in between."""
     settings = {"initial_loss_scale": 2.0**27, "loss_scale_window": 2}
-    whole, whole_run = float16_run("whole", steps=20, training=settings, checkpoint={"every": 5})
-    parts, parts_run = float16_run("parts", steps=20, training=settings, checkpoint={"every": 5})
-    for steps in (7, 15, 20):
+    whole, whole_run = float16_run("whole", steps=12, training=settings, checkpoint={"every": 3})
+    parts, parts_run = float16_run("parts", steps=12, training=settings, checkpoint={"every": 3})
+    for steps in (4, 9, 12):
         assert train(parts, f"training.steps={steps}", "schedule.type=constant") == 0
     assert train(whole, "schedule.type=constant") == 0
     assert losses(parts_run) == losses(whole_run)
