@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -145,5 +146,10 @@ def process_exists(pid: int) -> bool:
 
 
 def cpp_compiler() -> str | None:
-    """Returns the path of the C++ compiler that `torch.compile` runs for code of CPUs; None if there is none."""
-    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+    """Returns the path of the C++ compiler that `torch.compile` runs for code of CPUs; None if none works."""
+    path = shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+    try:
+        works = path and subprocess.run([path, "--version"], capture_output=True).returncode == 0  # what Inductor asks
+    except OSError:  # not for this processor, or no program
+        works = False
+    return path if works else None

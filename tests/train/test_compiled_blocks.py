@@ -1,5 +1,6 @@
 """What `training.compile` compiles."""
 
+import pytest
 import torch
 from running import QUIET, train
 
@@ -29,9 +30,10 @@ def test_equal_blocks_are_compiled_once(run_yaml, monkeypatch):
     assert len(attending) == 1
 
 
-def test_a_machine_without_a_compiler_is_named_in_one_line(run_yaml, monkeypatch, capfd):
-    monkeypatch.setenv("CXX", "/no/g++")
+@pytest.mark.parametrize("compiler", ["/no/g++", "false"])
+def test_a_machine_without_a_compiler_is_named_in_one_line(run_yaml, monkeypatch, capfd, compiler):
+    monkeypatch.setenv("CXX", compiler)
     assert train(run_yaml(training={"steps": 9, "compile": True}, data={"validation": None}, log=QUIET)) == 2
     said = capfd.readouterr().err
-    assert "training.compile: CXX=/no/g++ is no program; install g++, or set training.compile: false" in said
+    assert f"training.compile: CXX={compiler} is no C++ compiler that works; install g++, or set" in said
     assert "Traceback" not in said
