@@ -74,5 +74,6 @@ def test_a_kill_at_every_operation(kills, mode):
     check(kills, mode, wanted())
 
 
+@pytest.mark.long
 def test_kills_at_some_operations(kills):
     check(kills, ALL, 2)

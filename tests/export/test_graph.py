@@ -34,6 +34,7 @@ def run(tmp_path, theirs):
     return folder, description
 
 
+@pytest.mark.long
 def test_logits_and_greedy_tokens_are_those_of_transformers(tmp_path):
     """Sliding windows in every other layer, caps, tied weights."""
     run(tmp_path, small("Gemma2", "as is"))

@@ -47,12 +47,13 @@ def test_a_program_under_torchrun_survives_a_hang_and_a_kill(run_yaml, tmp_path)
     (tmp_path / "faults.py").write_text(FAULTS)
     sections = {
         "schedule": {"warmup_steps": 0},
-        "training": {"steps": 10, "batch_tokens": 256, "micro_batch_size": 2, "hang_timeout": 2, "dtype": "float64"},
+        "training": {"steps": 10, "batch_tokens": 256, "micro_batch_size": 2, "dtype": "float64"},
         "data": {"validation": None},
         "checkpoint": {"every": 4},
         "log": QUIET,
     }
-    file = run_yaml(callbacks=[{"type": "faults:Faults"}], **sections)
+    watched = sections | {"training": sections["training"] | {"hang_timeout": 2}}  # alone, it would start a process
+    file = run_yaml(callbacks=[{"type": "faults:Faults"}], **watched)
     run = tmp_path / "runs" / "demo"
     done = forked.run(file, program=PROGRAM, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

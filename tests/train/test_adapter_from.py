@@ -68,7 +68,9 @@ def write(run_yaml, tmp_path):
     return write
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if case in ("fused", "patterns") else ()) for case in CASES]
+)
 def test_a_run_starts_as_the_adapter_of_peft(write, tmp_path, capsys, case):
     family, options, keys = CASES[case]
     expected = peft_folder(tmp_path / "peft", base_model(tmp_path / "base", family), **options)

@@ -78,7 +78,7 @@ def peft_adapter(path, base):
 @pytest.mark.parametrize(
     "case",
     [
-        "full",
+        pytest.param("full", marks=pytest.mark.long),
         "hf",
         pytest.param("dora", marks=pytest.mark.long),
         pytest.param("pissa", marks=pytest.mark.long),

@@ -87,7 +87,7 @@ def by_hand(file) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("model", ["opt", "mixtral"])
+@pytest.mark.parametrize("model", [pytest.param("opt", marks=pytest.mark.long), "mixtral"])
 def test_a_run_is_the_loop_written_by_hand(hf_yaml, tmp_path, capsys, model):
     file = hf_yaml(model, "run", data={"document_attention": True})
     assert train(file) == 0

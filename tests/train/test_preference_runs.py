@@ -103,7 +103,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(write, prefs, adapter):
     assert_same_weights(straight, broken)
 
 
-@pytest.mark.parametrize("kind", ["built-in", "hf"])
+@pytest.mark.parametrize("kind", ["built-in", pytest.param("hf", marks=pytest.mark.long)])
 def test_dropout_of_the_checkpoint_is_off_and_that_of_the_file_is_on(write, prefs, tiny_tokenizer, capsys, kind):
     from transformers import GPT2Config, GPT2LMHeadModel
 

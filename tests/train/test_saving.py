@@ -81,7 +81,9 @@ def slow_copies(monkeypatch):
 
 
 @pytest.mark.usefixtures("slow_copies")
-@pytest.mark.parametrize("writes", [pytest.param("update", marks=pytest.mark.long), "validation", "forward"])
+@pytest.mark.parametrize(
+    "writes", ["validation", *(pytest.param(one, marks=pytest.mark.long) for one in ("update", "forward"))]
+)
 def test_what_writes_to_weights_soon_after_a_save_does_not_change_it(
     train, tmp_path, monkeypatch, tiny_heldout, writes
 ):
