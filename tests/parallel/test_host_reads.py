@@ -27,9 +27,11 @@ def reads(pool, folder, model, way="accumulation", **training):
 @pytest.mark.parametrize(
     ("recompute", "model"),
     [
-        ("none", "dense"),
         ("full", "moe"),
-        *(pytest.param(*other, marks=pytest.mark.long) for other in (("none", "moe"), ("full", "dense"))),
+        *(
+            pytest.param(*other, marks=pytest.mark.long)
+            for other in (("none", "dense"), ("none", "moe"), ("full", "dense"))
+        ),
     ],
 )
 def test_the_host_reads_once_per_step(pool, tmp_path, model, recompute):

@@ -108,7 +108,6 @@ MODELS = {
 }
 ON_MESHES = [
     ("tied", {"tp": 2}),
-    ("whole head", {"tp": 2}),
     ("labels", {"tp": 2}),
     ("scalars", {"dp_shard": 2}),
     ("after the head", {"tp": 2}),
@@ -117,6 +116,7 @@ ON_OTHER_MESHES = [
     ("tied", {"dp_shard": 2}),
     ("tied", {"tp": 2, "dp_shard": 2}),
     ("recomputing", {"tp": 2}),
+    ("whole head", {"tp": 2}),
     ("labels", {"tp": 2, "dp_replicate": 2}),
     ("scalars", {"dp_shard": 2, "dp_replicate": 2}),
     ("scalars", {"dp_shard": 2, "tp": 2}),

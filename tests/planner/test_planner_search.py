@@ -90,7 +90,7 @@ def cpu(memory_gb: float):
     ("overrides", "machine"),
     [
         pytest.param([], machine, marks=pytest.mark.long),
-        ([], cpu),
+        pytest.param([], cpu, marks=pytest.mark.long),
         (EXPERTS, machine),
         pytest.param(["training.compile=true", "optimizer={type: muon, lr: 0.01}"], machine, marks=pytest.mark.long),
         pytest.param(["parallel.layers_per_fsdp_unit=2"], cpu, marks=pytest.mark.long),
