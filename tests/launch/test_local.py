@@ -19,7 +19,7 @@ from launch_parts import none_left_in, ranks_of, trained
 from running import QUIET, SLOW, finish, losses, start, train, until_step
 
 from weft.cli.main import main
-from weft.launch.local import GPU_PATHS
+from weft.launch import local
 
 
 def slow_run(run_yaml, tmp_path, steps=2000):
@@ -164,7 +164,7 @@ def test_more_processes_than_a_machine_has_room_for_are_refused(run_yaml, capsys
 
 
 def test_the_launcher_of_ranks_imports_no_torch(run_yaml, tmp_path):
-    """The import takes as long as the whole start of a rank, which begins only after it."""
+    """A rank starts only after the launcher's imports; torch would double the time of the start."""
     program = (
         "import sys; from pathlib import Path; from weft.cli.main import main; from weft.launch import supervisor; "
         "supervisor.supervise = lambda command, ranks, *_: print(ranks, 'torch' in sys.modules) or 0; "
@@ -172,7 +172,15 @@ def test_the_launcher_of_ranks_imports_no_torch(run_yaml, tmp_path):
     )
     words = [sys.executable, "-c", program, "train", str(run_yaml()), "--nproc", "2"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", str(any(glob(path) for path in GPU_PATHS))]
+    assert done.stdout.split() == ["2", str(any(glob(path) for path in local.GPU_PATHS))]
+
+
+def test_gpus_without_device_files_are_counted(monkeypatch):
+    """After a boot, CUDA's first call makes /dev/nvidia*, with nvidia-modprobe."""
+    installed = "/usr/bin/nvidia-modprobe"
+    monkeypatch.setattr(local, "glob", lambda path: [path] if path == installed else [])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert local.gpu_count() == 8
 
 
 def one_host():

@@ -35,8 +35,12 @@ FAIL_SECONDS = 10.0  # after a rank failed, the other ranks are killed if they m
 # After a signal, the launcher prints what it waits for if no rank makes progress for this time.
 WAIT_MESSAGE_SECONDS = 5.0
 NAMED = 4  # maximum number of ranks that a message lists
-# What drivers make, of NVIDIA (also Jetson and WSL) and of AMD: where none is, PyTorch finds no GPU.
-GPU_PATHS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
+# Files of drivers: without any of them, PyTorch finds no GPU. CUDA's first call after a boot may have to make
+# /dev/nvidia*, by nvidia-modprobe.
+GPU_PATHS = (
+    *("/dev/nvidia*", "/proc/driver/nvidia", "/usr/bin/nvidia-modprobe", "/dev/dxg"),  # NVIDIA; the last one is of WSL
+    *("/dev/nvhost*", "/dev/nvmap", "/dev/kfd"),  # Jetson, Jetson, AMD
+)
 PROCESSES_PER_CORE = 16  # a process takes 0.2 GB or more; more than a few per core are useful only to try out a mesh
 
 
