@@ -228,6 +228,12 @@ def test_folders_that_cannot_be_had_are_reported_in_one_line(folder, tmp_path, k
     assert str(path) in str(error.value)
 
 
+def test_an_older_version_of_transformers_is_reported(folder, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    with pytest.raises(UserError, match=r"needs transformers 5 or newer, found 4\.57\.1; update transformers"):
+        built(folder("OPT"))
+
+
 def test_tied_weights_that_differ_in_the_files_are_reported(folder, tmp_path):
     path = changed(folder("StableLm"), tmp_path / "hf", tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"differ in the files; set model.config.tie_word_embeddings: false"):

@@ -11,7 +11,6 @@ import difflib
 import inspect
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -166,7 +165,7 @@ def _transformers_class(section: TransformersModelSection) -> tuple[type, Any]:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     except ImportError as error:
         raise UserError(MISSING) from error
-    version = metadata.version("transformers")
+    version = sys.modules["transformers"].__version__
     if int(version.partition(".")[0]) < 5:
         raise UserError(f"type: hf needs transformers 5 or newer, found {version}; update transformers")
     model_type = section.config["model_type"]
