@@ -20,6 +20,7 @@ install: $(STAMP) ## make .venv with the package (editable) and its pinned depen
 
 # The stamp is the last thing written: an install that was killed is done again, whole, by the next call. The pip that
 # comes with Python 3.11 takes a minute longer to choose the versions. No pip compiles the modules on more than one core.
+# Compilation prints warnings about the packages' code, of which there are many from Python 3.12 on; pip hides them, too.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"weft needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}; try: make $(MAKECMDGOALS) PYTHON=python3.11")'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
@@ -29,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check --upgrade pip
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt -e '.[tokenizers,dedup,eval,test]'
-	@.venv/bin/python -m compileall -qq -j 0 -x '/tests?/' .venv/lib || true # packages contain templates, which are no modules
+	@.venv/bin/python -W ignore -m compileall -qq -j 0 -x '/tests?/' .venv/lib || true # packages contain templates, which are no modules
 	@touch $@
 
 quickstart: $(STAMP) ## train a small model on the standard library's sources (MINUTES=3)
