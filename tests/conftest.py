@@ -102,9 +102,9 @@ def pytest_runtest_makereport(item, call):
 def _same_start():
     """Every test starts from the same seed, measures no device and leaves no compiled code behind.
 
-    More than 8 compiled variants of one function in a process fall back to eager with only a warning. A run begins with
-    half a second in which the device's peak is measured, for the MFU, and git looks at each file of the repository: in
-    this process both are made up.
+    More than 8 compiled variants of one function in a process fall back to eager with only a warning. Before a run's
+    first step, the device's peak is measured, for the MFU, and git looks at each file of the repository: in this
+    process both are made up.
     """
     torch = sys.modules.get("torch")
     if torch is not None:

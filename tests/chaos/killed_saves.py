@@ -186,9 +186,7 @@ class Killed:
 def main() -> None:
     mode, work, kills = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     peak = weft.train.recorder.device_peak(torch.device("cpu"), torch.float32)
-    weft.train.recorder.device_peak = lambda *_: (
-        peak
-    )  # measured once: it costs half a second, and only the MFU needs it
+    weft.train.recorder.device_peak = lambda *_: peak  # measured once: only the MFU needs it
     weft.checkpoint.late_copy._SMALL = 0  # so that these small tensors are copied beside the next step, too
     killed = Killed(mode, work, {})
     killed.start(0)

@@ -278,8 +278,8 @@ def _die_with_session() -> None:
 
 
 def _no_measuring() -> None:
-    """A run begins with half a second in which the device's peak is measured, for the MFU, and git looks at each file
-    of the repository: here both are made up. And nothing waits for the disk (`conftest.py`).
+    """Before a run's first step, the device's peak is measured, for the MFU, and git looks at each file of the
+    repository: here both are made up. And nothing waits for the disk (`conftest.py`).
     """
     from weft.observe import manifest
     from weft.observe.flops import Peak

@@ -19,7 +19,7 @@ from weft.observe.flops import Peak
 from weft.train import recorder
 from weft.train.trainer import Trainer
 
-recorder.device_peak = lambda device, dtype: Peak(1e12, "made up by a test")  # else half a second of measuring
+recorder.device_peak = lambda device, dtype: Peak(1e12, "made up by a test")  # else it is measured
 with tempfile.TemporaryDirectory() as _folder:
     _config = RunConfig.load(write_run(Path(_folder), Case("moe", "everything", layers=2), steps=2))
     if not torch.backends.cuda.is_built():  # a process that has looked for a GPU cannot be forked

@@ -195,7 +195,7 @@ def steps_for(minutes: float, home: Path) -> int:
     unused = ("validation:", "samples:")  # the trial measures steps only
     trial.write_text("".join(line for line in lines if not line.startswith(unused)), encoding="utf-8")
     if cpp_compiler() is None:
-        log("no C++ compiler is installed, so the model is not compiled; with g++, it trains faster")
+        log("no C++ compiler works on this machine, so the model is not compiled; with g++, it trains faster")
     log(f"\ntiming {TRIAL_STEPS} steps to see how many fit into {minutes:g} minutes")
     weft(
         "train",

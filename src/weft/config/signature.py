@@ -121,7 +121,7 @@ def assigned_value(source: ClassSource, name: str) -> ast.expr | None:
     return None
 
 
-@lru_cache(maxsize=256)  # as many as files: each check of a config asks for some attributes several times
+@lru_cache(maxsize=256)  # as many as files that are kept; a check of a config asks for several attributes of a class
 def _assignments(node: ast.ClassDef) -> tuple[tuple[str, ast.expr], ...]:
     """Returns name and value of each assignment to a name, or to an attribute of `self`, within a class."""
     found = []

@@ -209,7 +209,7 @@ def _check_limits(found: dict[str, dict[str, Any]]) -> Iterator[str]:
         size = byte_size(storage["working directory free_bytes"])
         yield f"the working directory has {size} free; checkpoints may not fit; set run.directory to a larger disk"
     if found["compilers"]["c++"] is None:
-        yield "no C++ compiler is installed, but training.compile needs a compiler on a CPU; install g++"
+        yield "no C++ compiler works on this machine, but training.compile needs a compiler on a CPU; install g++"
     threads = found["variables"].get("OMP_NUM_THREADS")
     if threads is not None and not (threads.isdigit() and 1 <= int(threads) <= found["devices"]["cores"]):
         cores = found["devices"]["cores"]
