@@ -6,6 +6,7 @@ OUT ?= benchmarks/results
 BENCH ?=
 
 SHELL := /bin/bash
+unexport PYTHONDONTWRITEBYTECODE # with it, each of hundreds of processes compiles what it imports
 STAMP := .venv/.installed
 # With PY set to another interpreter (`make gpu-check PY=python3`), nothing is installed: the sources are put on its path.
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
@@ -19,8 +20,8 @@ help: ## show this list
 install: $(STAMP) ## make .venv with the package (editable) and its pinned dependencies
 
 # The stamp is the last thing written: an install that was killed is done again, whole, by the next call. The pip that
-# comes with Python 3.11 takes a minute longer to choose the versions. No pip compiles the modules on more than one core.
-# Compilation prints warnings about the packages' code, of which there are many from Python 3.12 on; pip hides them, too.
+# comes with Python 3.11 takes a minute longer to choose the versions, and pip would compile all modules on one core for
+# two minutes: of what it installs, a run imports a tenth, and that is compiled here.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"weft needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}; try: make $(MAKECMDGOALS) PYTHON=python3.11")'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
@@ -30,14 +31,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check --upgrade pip
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt -e '.[tokenizers,dedup,eval,test]'
-	@.venv/bin/python -W ignore -m compileall -qq -j 0 -x '/tests?/' .venv/lib || true # packages contain templates, which are no modules
+	@.venv/bin/python -W ignore -c 'import transformers.models.auto.modeling_auto, weft.train.trainer'
 	@touch $@
 
 quickstart: $(STAMP) ## train a small model on the standard library's sources (MINUTES=3)
 	@.venv/bin/weft quickstart --minutes $(MINUTES)
 
 test: $(STAMP) ## run the tests on all cores (ARGS="tests/data -k pack" for some of them)
-	@.venv/bin/python -m compileall -q src # else, with PYTHONDONTWRITEBYTECODE, each of hundreds of processes compiles it
 	@.venv/bin/python -m pytest -q -n auto --dist loadgroup $(ARGS)
 
 test-long: $(STAMP) ## run what `make test` leaves out of its own tests because it takes minutes (ARGS="-k resume" for some of it)

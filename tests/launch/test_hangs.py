@@ -125,6 +125,7 @@ class Hangs:
 """
 
 
+@pytest.mark.long
 def test_a_run_goes_on_after_a_rank_that_hangs(run_yaml, tmp_path):
     """The run ends as if nothing had happened. The rank is named, although the other one has waited for longer."""
     (tmp_path / "hangs_once.py").write_text(HANGS)

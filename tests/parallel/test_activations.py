@@ -165,6 +165,7 @@ def test_a_compiler_with_a_budget_draws_no_new_random_numbers():
     assert_same(*found, within=1e-12)
 
 
+@pytest.mark.long
 def test_the_compiler_keeps_less():
     def saved(mode):
         torch._dynamo.reset()

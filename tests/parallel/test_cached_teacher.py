@@ -80,6 +80,7 @@ def test_the_cache_gives_the_numbers_of_the_teacher(write, runner, tmp_path, mon
     assert "computing" not in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_damaged_cache_is_computed_again_and_custom_data_are_refused(write, tmp_path, capsys):
     assert train(write("first", cache_teacher=True)) == 0
     for file in cached():

@@ -32,6 +32,7 @@ def plan(model, **keys):
     return ModelPlan(ModelSection.model_validate(model), ParallelSection(), **{"dtype": torch.bfloat16, **keys})
 
 
+@pytest.mark.long
 def test_a_model_of_7_billion_parameters_fits_16_gb_with_qlora():
     llama = presets()["llama2-7b"]
     found = estimated_memory(plan(llama, adapter=QLORA, sequence=1024), 1, micro_batch_size=1)

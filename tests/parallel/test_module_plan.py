@@ -271,6 +271,7 @@ def planned_mesh(net, folder, bandwidth=1e-3, **changes):
     return found[0].parallel.pp, found[0].parallel.dp_shard, found[0].parallel.tp
 
 
+@pytest.mark.long
 def test_auto_compares_whole_steps_with_and_without_stages(net, tmp_path):
     assert planned_mesh(net, tmp_path, bandwidth=1e3) == (1, 2, 1)
     assert planned_mesh(net, tmp_path) == (2, 1, 1)

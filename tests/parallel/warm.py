@@ -6,6 +6,7 @@ lose, and the run's end clears what PyTorch knows of its mesh.
 """
 
 import contextlib
+import gc
 import io
 import tempfile
 import threading
@@ -32,3 +33,6 @@ with tempfile.TemporaryDirectory() as _folder:
             if thread is not threading.current_thread():
                 thread.join(60)  # such as one that reads batches ahead
         assert threading.active_count() == 1, threading.enumerate()
+gc.collect()
+gc.freeze()  # a collection in a rank would copy every page that the fork shares
+gc.set_threshold(50_000)

@@ -27,6 +27,7 @@ def test_the_smallest_of_all_numbers_is_found(run):  # noqa: F811
         assert found.tried[devices] <= wanted
 
 
+@pytest.mark.long
 def test_a_device_that_is_too_small_is_passed_over(run):  # noqa: F811
     hardware = ideal(LEVELS, tflops=0.1)
     small = hardware.device.model_copy(update={"memory_gb": 1.2})

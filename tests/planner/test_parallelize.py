@@ -35,7 +35,8 @@ def check(ranks, number, cases, steps=2):
             assert worst < 1e-9, f"{name}: {worst}"
 
 
-@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "more"])
+@pytest.mark.parametrize("more", [False, True], ids=["some", "more"])
+@pytest.mark.long
 def test_sharded_data_and_sharded_layers_are_one_process(ranks, more):
     dp, kept = {"dp": 2}, {"dp": 2, "reshard_after_forward": False}
     rows = {"dp": 2, "islands": {"": "rows"}}

@@ -12,6 +12,7 @@ from weft.planner.parallelize.verify import verify_plan
 SPLIT = {"h.*.fc.*": Shard(0), "h.*.proj.weight": Shard(1), "wte.weight": Shard(0)}
 
 
+@pytest.mark.long
 def test_a_plan_is_equal_to_one_device_and_its_collectives_are_predicted(capfd):
     ids = torch.randint(0, 48, (8, 12))
     report = verify_plan(

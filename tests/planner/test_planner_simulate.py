@@ -66,6 +66,7 @@ def test_the_first_rank_of_a_pipeline_and_the_one_that_needs_most_are_simulated(
         assert planned[one.rank // 4].total == pytest.approx(one.memory.total, rel=0.05)
 
 
+@pytest.mark.long
 def test_each_pipeline_rank_with_gpipe_keeps_the_logits_of_all_micro_batches(run):
     changes = f"training.batch_tokens={32 * 2048}", "training.activation_checkpointing=full"
     config = run({"pp": 2, "pp_schedule": "gpipe"}, *changes)

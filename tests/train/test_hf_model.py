@@ -101,6 +101,7 @@ def test_a_run_is_the_loop_written_by_hand(hf_yaml, tmp_path, capsys, model):
         assert norm == pytest.approx(their_norm, rel=1e-5)
 
 
+@pytest.mark.long
 def test_the_same_numbers_otherwise(hf_yaml, tmp_path):
     ways = {
         "plain": ({}, 0.0),

@@ -9,7 +9,9 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.mark.parametrize(
-    "numbers", [(3,), pytest.param((1, 2, 3, 8), marks=pytest.mark.chaos)], ids=lambda numbers: f"{len(numbers)}"
+    "numbers",
+    [pytest.param((3,), marks=pytest.mark.long), pytest.param((1, 2, 3, 8), marks=pytest.mark.chaos)],
+    ids=lambda numbers: f"{len(numbers)}",
 )
 def test_a_run_begun_on_four_ranks_is_continued_on_another_number(run_yaml, tmp_path, ranks, numbers):
     def file(name, steps):

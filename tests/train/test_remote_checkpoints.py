@@ -285,6 +285,7 @@ def test_runs_that_share_a_url_do_not_find_each_other(train, capsys):
     assert losses(one).items() >= expected.items()
 
 
+@pytest.mark.long
 def test_a_repetition_and_a_profile_leave_the_store_alone(train, tmp_path, capsys):
     run = train("calm")
     before = {name: file.getvalue() for name, file in MemoryFileSystem.store.items()}

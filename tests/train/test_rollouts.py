@@ -86,6 +86,7 @@ def test_log_probabilities_of_the_engine_are_those_of_the_trainer(adapter, run_y
     assert lines[-1]["kl"] > 0
 
 
+@pytest.mark.long
 def test_steps_with_rollouts_are_profiled(run_yaml, capsys):
     few = settings({"max_new_tokens": 2, "prompts": 2, "group": 2}, training={"steps": 8})
     assert main(["profile", str(run_yaml(**few)), "--warmup", "1", "--steps", "2"]) == 0

@@ -105,6 +105,7 @@ def test_a_rollback_equals_a_run_that_never_had_the_data(watched, factor, watch,
     ]
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_after_a_rollback_goes_on_to_the_same_bits(watched):
     """Also from the checkpoint to which it returned: that is saved again with the skipped data."""
     settings = {"bad": 8 * BATCH, "dropout": 0.1, "watch": {"non_finite": "rollback"}}
