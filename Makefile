@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv (once, a minute or two) ..."
 	@rm -f $@
 	@test -x .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	@.venv/bin/python -m pip install -qq --disable-pip-version-check --upgrade pip
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --upgrade pip
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt -e '.[tokenizers,dedup,eval,test]'
 	@.venv/bin/python -W ignore -c 'import transformers.models.auto.modeling_auto, weft.train.trainer'
 	@touch $@

@@ -148,8 +148,9 @@ def process_exists(pid: int) -> bool:
 def cpp_compiler() -> str | None:
     """Returns the path of the C++ compiler that `torch.compile` runs for code of CPUs; None if none works."""
     path = shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
-    try:
-        works = path and subprocess.run([path, "--version"], capture_output=True).returncode == 0  # what Inductor asks
-    except OSError:  # not for this processor, or no program
-        works = False
-    return path if works else None
+    if path is None:
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # not for this processor, no program, or it waits
+        asked = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
+        return path if asked.returncode == 0 else None  # Inductor asks the same
+    return None

@@ -383,7 +383,7 @@ _SMALL = partial(Case, layers=2)
 SAMPLE = [
     _SMALL("dense", "dropout", {"dp_shard": 2}),
     _SMALL("gqa", "uneven", {"dp_replicate": 2, "dp_shard": 2}),
-    _SMALL("dense", "clipping", {"tp": 2}),
+    _SMALL("dense", "clipping", {"dp_shard": 2, "tp": 2}),
     _SMALL("two_groups", "plain", {"tp": 4}),
     _SMALL("tied", "masked", {"cp": 2}),
     _SMALL("tied", "uneven", {"pp": 2}),
