@@ -147,7 +147,7 @@ def process_exists(pid: int) -> bool:
 
 def cpp_compiler() -> str | None:
     """Returns the path of the C++ compiler that `torch.compile` runs for code of CPUs; None if none works."""
-    path = shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+    path = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
     if path is None:
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # not for this processor, no program, or it waits

@@ -16,8 +16,9 @@ from weft.observe.manifest import end_session, git_state, read_manifest, write_m
 CONFIG = {"run": {"name": "demo", "seed": 7}, "training": {"dtype": "bfloat16", "threads": 2}}
 
 
-def test_what_is_needed_to_run_it_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/weft", "train", "my run.yaml", "optimizer.lr=1e-3"])
+@pytest.mark.parametrize("program", ["bin/weft", "weft/__main__.py"])
+def test_what_is_needed_to_run_it_again(tmp_path, monkeypatch, program):
+    monkeypatch.setattr(sys, "argv", [f"/usr/{program}", "train", "my run.yaml", "optimizer.lr=1e-3"])
     path = write_manifest(tmp_path, CONFIG, ranks=4, data_digests={"train": "abc"}, peak_origin="measured")
     manifest = json.loads(path.read_text())
     assert path.name == "manifest.json"

@@ -30,7 +30,7 @@ def test_equal_blocks_are_compiled_once(run_yaml, monkeypatch):
     assert len(attending) == 1
 
 
-@pytest.mark.parametrize("compiler", ["/no/g++", "false"])
+@pytest.mark.parametrize("compiler", ["/no/g++", "false", ""])
 def test_a_machine_without_a_compiler_is_named_in_one_line(run_yaml, monkeypatch, capfd, compiler):
     monkeypatch.setenv("CXX", compiler)
     assert train(run_yaml(training={"steps": 9, "compile": True}, data={"validation": None}, log=QUIET)) == 2

@@ -50,7 +50,7 @@ def write_manifest(run_directory: str | Path, config: Any, *, resumed_step: int 
     run, training = config["run"], config.get("training", {})
     sessions = read_manifest(run_directory).get("sessions", [])
     current = {
-        "command": shlex.join([Path(sys.argv[0]).name or "python", *without_secrets(sys.argv[1:])]),
+        "command": shlex.join([_program(), *without_secrets(sys.argv[1:])]),
         "working_directory": os.getcwd(),
         "git": git_state(),
         "code": custom_code(config),
@@ -119,6 +119,12 @@ def read_manifest(run_directory: str | Path) -> dict[str, Any]:
 def now() -> str:
     """Returns the local time with its UTC offset, to the second."""
     return local_time(time.time())
+
+
+def _program() -> str:
+    """Returns the name of the program: for `python -m weft`, which starts ranks, that of the package."""
+    path = Path(sys.argv[0])
+    return (path.parent if path.name == "__main__.py" else path).name or "python"
 
 
 def local_time(seconds: float) -> str:

@@ -91,7 +91,7 @@ def check_compiler(job: Job) -> None:
     """Raises UserError if blocks are compiled for a CPU on a host without a C++ compiler."""
     if job.config.training.compile and job.world.device.type == "cpu" and cpp_compiler() is None:
         asked = os.environ.get("CXX")
-        missing = f"CXX={asked} is no C++ compiler that works" if asked else "no C++ compiler works on this machine"
+        missing = "no C++ compiler works here" if asked is None else f"CXX={asked} is no C++ compiler that works"
         raise UserError(f"training.compile: {missing}; install g++, or set training.compile: false")
 
 
