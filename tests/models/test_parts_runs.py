@@ -38,6 +38,7 @@ def run(run_yaml, tmp_path):
 
 
 @pytest.mark.xdist_group("ranks")
+@pytest.mark.long
 def test_a_run_with_parts_of_ones_own_is_sharded_resumed_loaded_and_not_exported(ranks, run, tmp_path, capsys):
     model = TINY | OWN | {"norm": "my_parts:Noisy", "attention_pattern": {"type": "my_parts:Odd", "step": 3}}
     file, one = run("one", model)

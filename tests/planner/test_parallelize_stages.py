@@ -33,9 +33,8 @@ def test_two_stages_are_one_process(ranks, names):
     check(ranks, 2, [(name, {"schedule": "ZBVZeroBubble"} if name == "unet" else {}) for name in names])
 
 
-@pytest.mark.parametrize(
-    "options", [{"tp": 2, "schedule": "Interleaved1F1B"}, pytest.param({"dp": 2}, marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.parametrize("options", [{"tp": 2, "schedule": "Interleaved1F1B"}, {"dp": 2}], ids=str)
+@pytest.mark.long
 def test_stages_with_data_and_tensor_parallelism_are_one_process(ranks, options):
     check(ranks, 4, [("gpt", options)], steps=1)
 
