@@ -24,6 +24,7 @@ def _cores() -> int:
     return cores
 
 
+sys.path.append(str(Path(__file__).parent / "parallel"))  # for `pool`
 gc.disable()  # until all tests are collected: no module or test is garbage, and looking takes a fifth of that time
 
 # Before torch is imported anywhere, also in the processes that tests start: threads that spin while they wait for work
@@ -102,20 +103,17 @@ def pytest_runtest_makereport(item, call):
 def _same_start():
     """Every test starts from the same seed, measures no device and leaves no compiled code behind.
 
-    More than 8 compiled variants of one function in a process fall back to eager with only a warning. Before a run's
-    first step, the device's peak is measured, for the MFU, and git looks at each file of the repository: in this
-    process both are made up.
+    More than 8 compiled variants of one function in a process fall back to eager with only a warning. What is
+    measured before a run's first step is made up (`no_measuring`), also in this process.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(0)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    recorder = sys.modules.get("weft.train.recorder")
-    if recorder is not None:
-        from weft.observe.flops import Peak
+    if "weft.train.recorder" in sys.modules:
+        from pool import no_measuring
 
-        recorder.device_peak = lambda device, dtype: Peak(1e12, "made up by a test")
-        sys.modules["weft.observe.manifest"].git_state = lambda: {"commit": "made up by a test", "dirty": False}
+        no_measuring()
     yield
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
@@ -157,7 +155,6 @@ def ranks():
 
     Tests with it are in the group "ranks": one worker has them all, and the fork server.
     """
-    sys.path.append(str(Path(__file__).parent / "parallel"))
     from pool import Pool
 
     pool = Pool()

@@ -24,7 +24,7 @@ from typing import IO, NoReturn
 
 sys.path.append(str(Path(__file__).parent / "parallel"))
 
-from pool import ENVIRONMENT, IMPORTS, _die_with_session, _environ, _no_measuring
+from pool import ENVIRONMENT, IMPORTS, _die_with_session, _environ, no_measuring
 
 
 class Forked:
@@ -136,7 +136,7 @@ def _be(
     os.chdir(cwd)
     sys.path.insert(0, "")
     _default_signals()
-    _no_measuring()
+    no_measuring()
     if ranks:
         _fork_ranks()
     _run(["-m", "weft", *words] if program is None else ["-c", program, *words])

@@ -76,4 +76,4 @@ def test_a_kill_at_every_operation(kills, mode):
 
 @pytest.mark.long
 def test_kills_at_some_operations(kills):
-    check(kills, ALL, 2)
+    check(kills, ALL, 4)

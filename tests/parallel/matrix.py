@@ -378,7 +378,7 @@ def matrix() -> list[Case]:
 
 # What `make test` runs of it: every axis, model of `MODELS` and family of objectives, and the schedules that no other
 # test has. As few ranks as these take: each costs a second of a core; and half of the layers, where this is enough.
-# `test_callbacks_on_ranks.py` compares runs on `dp_shard` with `tp` and on `pp` with `cp`.
+# `test_callbacks_on_ranks.py` compares a run on `pp` with `cp`.
 _SMALL = partial(Case, layers=2)
 SAMPLE = [
     _SMALL("dense", "dropout", {"dp_shard": 2}),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import io
 import multiprocessing
 import os
@@ -251,9 +250,8 @@ def _be(pipe: Connection, rank: int, folder: Path) -> None:
         import torch
         from torch.distributed import TCPStore
 
-        _no_measuring()
+        no_measuring()
         tempfile.tempdir = None  # the fork server may have looked for it, in another test's environment
-        gc.freeze()  # what was imported is never garbage: looking through it takes longer than a small model's step
         torch.manual_seed(0)
         torch.set_num_threads(1)
         if rank == 0:
@@ -277,7 +275,7 @@ def _die_with_session() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _no_measuring() -> None:
+def no_measuring() -> None:
     """Before a run's first step, the device's peak is measured, for the MFU, and git looks at each file of the
     repository: here both are made up. And nothing waits for the disk (`conftest.py`).
     """

@@ -38,8 +38,13 @@ NAMED = 4  # maximum number of ranks that a message lists
 # Files of drivers: without any of them, PyTorch finds no GPU. CUDA's first call after a boot may have to make
 # /dev/nvidia*, by nvidia-modprobe.
 GPU_PATHS = (
-    *("/dev/nvidia*", "/proc/driver/nvidia", "/usr/bin/nvidia-modprobe", "/dev/dxg"),  # NVIDIA; the last one is of WSL
-    *("/dev/nvhost*", "/dev/nvmap", "/dev/kfd"),  # Jetson, Jetson, AMD
+    "/dev/nvidia*",
+    "/proc/driver/nvidia",
+    "/usr/bin/nvidia-modprobe",
+    "/dev/nvhost*",  # Jetson
+    "/dev/nvmap",  # Jetson
+    "/dev/dxg",  # WSL
+    "/dev/kfd",  # AMD
 )
 PROCESSES_PER_CORE = 16  # a process takes 0.2 GB or more; more than a few per core are useful only to try out a mesh
 
