@@ -115,7 +115,7 @@ def test_changed_custom_code_is_the_likely_cause(run_yaml, tmp_path, monkeypatch
         "data": {"validation": None},
     }
     assert train(run_yaml(**short, objective={"type": "shifted_for_reproduce:Shifted"}, log=QUIET)) == 0
-    code.write_text(SHIFTED.format(factor=1.5))
+    code.write_text(SHIFTED.format(factor=1.25))
     monkeypatch.delitem(sys.modules, "shifted_for_reproduce")
     assert reproduce("runs/demo") == 1
     assert "likely cause: custom code (shifted_for_reproduce:Shifted:" in capsys.readouterr().out
