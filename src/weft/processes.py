@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 LAUNCHER = "WEFT_LAUNCHER"  # environment variable of a rank: the launcher's process id and the pipe that it reads
+COMMAND = "WEFT_COMMAND"  # of a rank: the command that started the launcher, for the manifest
 ELASTIC = "WEFT_ELASTIC"  # of a rank under `weft train --rendezvous`: process id of the agent, min. and max. hosts
 EXIT_LOST = 3  # exit code: a process was killed, or hung, and the last step is not saved
 STORE_SOCKET = "WEFT_STORE_SOCKET"  # environment variable of rank 0: a listening socket for its store

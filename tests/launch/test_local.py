@@ -20,6 +20,7 @@ from running import QUIET, SLOW, finish, losses, start, train, until_step
 
 from weft.cli.main import main
 from weft.launch import local
+from weft.observe.manifest import read_manifest
 
 
 def slow_run(run_yaml, tmp_path, steps=2000):
@@ -41,6 +42,7 @@ def test_a_killed_rank_is_reported_in_one_line_and_a_stopped_run_resumes(run_yam
     arguments = (file, "checkpoint.every=3", "--nproc", "2")
     process = Forked("train", *arguments, cwd=tmp_path, ranks=True)
     until_step(process, run, 3)
+    assert read_manifest(run)["command"].endswith(f"train {file} checkpoint.every=3 --nproc 2")
 
     monkeypatch.chdir(tmp_path)
     assert train(file) == 2  # a second one on the same directory

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shlex
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,7 +38,7 @@ from weft.errors import UserError
 from weft.formatting import counted
 from weft.launch.elastic_hosts import ElasticHosts
 from weft.launch.failures import Verdict, judge_failures, print_error, read_error_file, report_verdict
-from weft.processes import ELASTIC, EXIT_LOST
+from weft.processes import COMMAND, ELASTIC, EXIT_LOST
 from weft.train.stop import stop_within
 
 BACKEND = "weft"  # name of `Rounds` in PyTorch's registry
@@ -129,6 +131,7 @@ def train_elastic(command: Sequence[str], nproc: int, run: Path, hosts: ElasticH
     """
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.multiprocessing.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # Weft reports what failed
+    os.environ[COMMAND] = shlex.join(sys.argv)
     os.environ[ELASTIC] = f"{os.getpid()} {hosts.least} {hosts.most}"
     # Each round has a store of its own: a host that is gone may have had that of the last round.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from weft.observe.status import Progress
-from weft.processes import LAUNCHER, STORE_SOCKET, usable_cores
+from weft.processes import COMMAND, LAUNCHER, STORE_SOCKET, usable_cores
 from weft.train.failure_record import LINES
 
 STACKS_SIGNAL = signal.SIGUSR2  # makes a rank write the Python stacks of its threads
@@ -118,6 +120,7 @@ def start_rank(
         "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),  # see `processes.attempt`
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(listener.getsockname()[1]),
+        COMMAND: shlex.join(sys.argv),
         LAUNCHER: f"{os.getpid()} {writing} {stacks.fileno()}",
     }
     handles = [writing, stacks.fileno()]

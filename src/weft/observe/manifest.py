@@ -22,7 +22,7 @@ import weft
 from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
 from weft.formatting import flat, without_secrets
-from weft.processes import usable_cores
+from weft.processes import COMMAND, usable_cores
 
 MANIFEST = "manifest.json"
 # Variables that change how GPUs and NCCL compute or use memory. No others are recorded: they can be secret.
@@ -50,7 +50,7 @@ def write_manifest(run_directory: str | Path, config: Any, *, resumed_step: int 
     run, training = config["run"], config.get("training", {})
     sessions = read_manifest(run_directory).get("sessions", [])
     current = {
-        "command": shlex.join([_program(), *without_secrets(sys.argv[1:])]),
+        "command": _command(),
         "working_directory": os.getcwd(),
         "git": git_state(),
         "code": custom_code(config),
@@ -121,10 +121,11 @@ def now() -> str:
     return local_time(time.time())
 
 
-def _program() -> str:
-    """Returns the name of the program: for `python -m weft`, which starts ranks, that of the package."""
-    path = Path(sys.argv[0])
-    return (path.parent if path.name == "__main__.py" else path).name or "python"
+def _command() -> str:
+    """Returns the command of the run, without secrets. For a rank, it is the command that started the launcher."""
+    program, *words = shlex.split(os.environ.get(COMMAND, "")) or sys.argv
+    path = Path(program)  # `__main__.py` of the package, for `python -m weft`
+    return shlex.join([(path.parent if path.name == "__main__.py" else path).name or "python", *without_secrets(words)])
 
 
 def local_time(seconds: float) -> str:
