@@ -1,5 +1,6 @@
 """Calls exported graphs as a user's program does, and compares them with Transformers' models."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,12 +11,19 @@ from test_families import CASES, ROWS, build_pair, pair, texts
 
 NEW = 14  # tokens to generate
 
-__all__ = ["CASES", "cache", "compare", "greedy", "left_padded", "pair", "small", "texts"]
+__all__ = ["CASES", "cache", "compare", "greedy", "left_padded", "pair", "small", "texts", "with_tokenizer"]
 
 
-def small(family, shape):
+def small(family, shape, **changes):
     """Transformers' model of a case, with two layers."""
-    return build_pair(family, ROWS[family][shape] | {"num_hidden_layers": 2})[0]
+    return build_pair(family, ROWS[family][shape] | {"num_hidden_layers": 2} | changes)[0]
+
+
+def with_tokenizer(theirs, tokenizer, folder):
+    """Saves a model as a folder of Hugging Face, with the tokenizer of another folder."""
+    theirs.save_pretrained(folder)
+    for file in tokenizer.iterdir():
+        shutil.copy(file, folder)
 
 
 def longest(theirs):

@@ -2,14 +2,13 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from graph_calls import CASES, cache, compare, greedy, left_padded, pair, small, texts
+from graph_calls import CASES, cache, compare, greedy, left_padded, pair, small, texts, with_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification, OPTConfig, OPTForCausalLM
 
 import weft
@@ -18,6 +17,7 @@ from weft.generation.settings import Sampling
 from weft.generation.text import generate_ids
 
 pytestmark = pytest.mark.xdist_group("graph")  # one worker imports the compiler
+PAGE = Path(__file__).parents[2] / "docs/export/torch.md"
 
 
 def exported(tmp_path, theirs, to="torch", **options):
@@ -56,13 +56,25 @@ torch.save(list(program(*inputs)), sys.argv[2])
 """
 
 
-def test_pytorch_runs_the_program_without_weft(tmp_path):
-    """Experts, too: Weft's own operators are not in the graph."""
-    theirs = small("Mixtral", "as is")
-    folder, description = exported(tmp_path, theirs)
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory, tiny_tokenizer):
+    """A model with experts, the folder in which the page's command exported it to `program`, and its graph.json."""
+    folder = tmp_path_factory.mktemp("experts")
+    theirs = small("Mixtral", "as is", vocab_size=512)
+    with_tokenizer(theirs, tiny_tokenizer, folder / "runs/run")
+    (command,) = re.findall(r"^\$ weft (.* torch)$", PAGE.read_text(), re.MULTILINE)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        assert main(command.split()) == 0
+    return theirs, folder, json.loads((folder / "program/graph.json").read_text())
+
+
+@pytest.mark.long
+def test_pytorch_runs_the_program_without_weft(tmp_path, experts):
+    theirs, folder, description = experts
     tokens, positions = left_padded([texts(5, seed=1).tolist(), texts(2, seed=2).tolist()])
     torch.save([tokens, positions, *cache(description, 2)], tmp_path / "call.pt")
-    subprocess.run([sys.executable, "-c", CALL, folder, tmp_path / "call.pt"], check=True, cwd="/")
+    subprocess.run([sys.executable, "-c", CALL, folder / "program", tmp_path / "call.pt"], check=True, cwd="/")
     out = torch.load(tmp_path / "call.pt", weights_only=True)
     with torch.no_grad():
         assert (out[0][0] - theirs(tokens[:1]).logits[0]).abs().max() < 1e-5
@@ -70,11 +82,19 @@ def test_pytorch_runs_the_program_without_weft(tmp_path):
     assert len(out) == len(description["outputs"]) == 1 + 2 * 2
 
 
-def test_a_cache_of_fixed_size_drops_its_first_columns(tmp_path):
+def test_all_operators_are_those_of_pytorch(experts):
+    """Experts, too: Weft's own operators are not in the graph, so that PyTorch runs it without Weft."""
+    program = torch.export.load(experts[1] / "program/model.pt2")
+    names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert any("scaled_dot_product_attention" in name for name in names)
+    # And Python's own, of sizes.
+    assert not [name for name in names if not name.startswith(("aten.", "<built-in function ", "sym_"))]
+
+
+def test_a_cache_of_fixed_size_drops_its_first_columns(experts):
     """Columns before the first token of a text are never seen, whatever numbers they contain."""
-    theirs = small("Llama", "as is")
-    folder, description = exported(tmp_path, theirs)
-    call, text = torch.export.load(folder / "model.pt2").module(), texts(1, 9, seed=4)
+    theirs, folder, description = experts
+    call, text = torch.export.load(folder / "program/model.pt2").module(), texts(1, 9, seed=4)
     past = [torch.full_like(tensor, 1e30) for tensor in cache(description, 1, past=16)]
     with torch.no_grad():
         expected = theirs(text).logits
@@ -84,18 +104,16 @@ def test_a_cache_of_fixed_size_drops_its_first_columns(tmp_path):
             assert (out[0] - expected[:, place : place + 1]).abs().max() < 1e-4
 
 
-def test_the_program_of_the_page_generates_what_weft_generates(tmp_path, hf_folder, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs/export/torch.md").read_text()
-    shutil.copytree(hf_folder, tmp_path / "runs/run")
-    (command,) = re.findall(r"^\$ weft (.* torch)$", page, re.MULTILINE)
-    assert main(command.split()) == 0
-    capsys.readouterr()
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+def test_the_program_of_the_page_generates_what_weft_generates(experts, monkeypatch, capsys):
+    _, folder, description = experts
+    assert description["target"] == "torch"
+    monkeypatch.chdir(folder)
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(compile(program, "torch.md", "exec"), {})
     found = json.loads(capsys.readouterr().out)
-    assert found == [5, 6, 7, *generate_ids(weft.load_model(hf_folder), [[5, 6, 7]], Sampling(8, temperature=0.0))[0]]
-    assert (tmp_path / "program/tokenizer.json").read_bytes() == (hf_folder / "tokenizer.json").read_bytes()
+    expected = generate_ids(weft.load_model(folder / "runs/run"), [[5, 6, 7]], Sampling(8, temperature=0.0))
+    assert found == [5, 6, 7, *expected[0]]
+    assert (folder / "program/tokenizer.json").read_bytes() == (folder / "runs/run/tokenizer.json").read_bytes()
 
 
 @pytest.mark.export

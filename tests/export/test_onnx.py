@@ -1,15 +1,16 @@
 """`weft export --to onnx`: models that onnxruntime runs, against Transformers' models and Weft's engine."""
 
+import contextlib
+import io
 import json
 import re
-import shutil
 from pathlib import Path
 
 import onnx
 import onnxruntime
 import pytest
 import torch
-from graph_calls import CASES, compare, pair, small
+from graph_calls import CASES, compare, pair, small, with_tokenizer
 
 import weft
 from weft.cli.main import main
@@ -27,8 +28,13 @@ def session(path):
 def run(tmp_path, theirs):
     theirs.save_pretrained(tmp_path / "hf")
     weft.export_model(tmp_path / "hf", tmp_path / "out", "onnx")
-    description = json.loads((tmp_path / "out/graph.json").read_text())
-    model = session(tmp_path / "out/model.onnx")
+    check(tmp_path / "out", theirs)
+
+
+def check(folder, theirs):
+    """What graph.json says and what the model computes."""
+    description = json.loads((folder / "graph.json").read_text())
+    model = session(folder / "model.onnx")
     for said, found in ((description["inputs"], model.get_inputs()), (description["outputs"], model.get_outputs())):
         made = [(one.name, ["past + seq" if size == "seq + past" else size for size in one.shape]) for one in found]
         assert [(one["name"], one["shape"]) for one in said] == made
@@ -41,10 +47,28 @@ def run(tmp_path, theirs):
     compare(call, description, theirs)
 
 
-@pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma2", marks=pytest.mark.long)])
-def test_onnxruntime_computes_what_transformers_computes(tmp_path, family):
+@pytest.mark.long
+def test_windows_and_caps(tmp_path):
     """Gemma 2: windows in every other layer, caps, grouped heads, tied weights."""
-    run(tmp_path, small(family, "as is"))
+    run(tmp_path, small("Gemma2", "as is"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory, tiny_tokenizer):
+    """Transformers' model, the folder in which the page's command exported it to `exported`, and what was printed."""
+    folder = tmp_path_factory.mktemp("llama")
+    theirs = small("Llama", "as is", vocab_size=512)
+    with_tokenizer(theirs, tiny_tokenizer, folder / "runs/run")
+    (command,) = re.findall(r"^\$ weft (.*)$", PAGE.read_text(), re.MULTILINE)
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patched.chdir(folder)
+        assert main(command.split()) == 0
+    return theirs, folder, printed.getvalue()
+
+
+def test_onnxruntime_computes_what_transformers_computes(llama):
+    theirs, folder, _ = llama
+    check(folder / "exported", theirs)
 
 
 @pytest.mark.export
@@ -53,19 +77,17 @@ def test_every_family(tmp_path, family, shape):
     run(tmp_path, pair(family, shape)[0])
 
 
-def test_the_program_of_the_page_generates_what_weft_generates(tmp_path, hf_folder, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (command,) = re.findall(r"^\$ weft (.*)$", PAGE.read_text(), re.MULTILINE)
-    shutil.copytree(hf_folder, tmp_path / "runs/run")
-    assert main(command.split()) == 0
-    assert capsys.readouterr().out.startswith("exported: ONNX model, ")
-    onnx.checker.check_model(tmp_path / "exported/model.onnx")
+def test_the_program_of_the_page_generates_what_weft_generates(llama, monkeypatch, capsys):
+    _, folder, said = llama
+    assert said.startswith("exported: ONNX model, ")
+    monkeypatch.chdir(folder)
+    onnx.checker.check_model(folder / "exported/model.onnx")
     (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names = {}
     exec(compile(program, PAGE.name, "exec"), names)
     printed = capsys.readouterr().out
     for prompt in ("Once upon a time", "Ka lo"):
-        expected = weft.generate(tmp_path / "runs/run", prompt, 32, temperature=0.0, seed=0)
+        expected = weft.generate(folder / "runs/run", prompt, 32, temperature=0.0, seed=0)
         assert names["generate"](prompt, 32) == expected
     assert printed.strip() != ""
 
