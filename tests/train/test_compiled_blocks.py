@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from running import QUIET, train
+from running import QUIET, losses, train
 
 
-def test_equal_blocks_are_compiled_once(run_yaml, monkeypatch):
+def test_equal_blocks_are_compiled_once_to_the_same_numbers(run_yaml, tmp_path, monkeypatch):
     """Blocks of one class, in bfloat16: their inputs are in float32, and so is the first one's."""
     graphs, compile = [], torch.compile
 
@@ -24,10 +24,15 @@ def test_equal_blocks_are_compiled_once(run_yaml, monkeypatch):
         "schedule": {"type": "cosine", "warmup_steps": 0},
         "data": {"validation": None},
     }
-    assert train(run_yaml(**sections, log=QUIET)) == 0
+    assert train(run_yaml(run={"name": "compiled"}, **sections, log=QUIET)) == 0
     attention = ("scaled_dot_product_attention", "blocked_attention")  # the second on some processors
     attending = [graph for graph in graphs if any(name in graph.code for name in attention)]
     assert len(attending) == 1
+    assert train(run_yaml(run={"name": "plain"}, **sections, log=QUIET), "training.compile=false") == 0
+    plain, compiled = (losses(tmp_path / "runs" / name) for name in ("plain", "compiled"))
+    for (_, loss, norm), (_, compiled_loss, compiled_norm) in zip(plain, compiled, strict=True):
+        assert loss == pytest.approx(compiled_loss, abs=0.01)
+        assert norm == pytest.approx(compiled_norm, rel=0.02)
 
 
 @pytest.mark.parametrize("compiler", ["/no/g++", "false", ""])

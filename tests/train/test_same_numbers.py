@@ -39,7 +39,8 @@ SIDE_BY_SIDE = {"num_hidden_layers": 1, "use_parallel_residual": True, "attentio
 @pytest.mark.parametrize(
     ("model", "dtype", "backend"),
     [
-        pytest.param(SIDE_BY_SIDE, "float32", "aot_eager", id="neox-traced"),  # all but the C++ compiler
+        # All but the C++ compiler. (`test_compiled_blocks.py` has blocks that are only traced.)
+        pytest.param(SIDE_BY_SIDE, "float32", "aot_eager", id="neox-traced", marks=pytest.mark.long),
         pytest.param(SIDE_BY_SIDE, "float32", None, id="neox", marks=pytest.mark.long),
         pytest.param({}, "float32", None, id="llama", marks=pytest.mark.long),
         pytest.param(SIDE_BY_SIDE, "bfloat16", None, id="neox-bfloat16", marks=pytest.mark.long),
