@@ -74,11 +74,21 @@ def test_the_family_is_written_in_the_houses_style(copy):
         assert done.returncode == 0, done.stdout
 
 
-@pytest.fixture(scope="module")
-def said(copy):
-    """What the page's commands and pytest's print. One process for all: each would take seconds to import torch."""
+@pytest.mark.long
+def test_the_family_passes_the_proof(copy):
+    """One process for both commands: each would take seconds to import torch."""
+    (command,) = re.findall(r"^\$ python (-m pytest .*)$", TEXT, re.M)
+    tests = [shlex.split(command)[2:], ["-q", "tests/cli/test_models.py", "-k", "published_size"]]
+    said = python(copy, "-c", f"import pytest\nassert not any([pytest.main(words) for words in {tests!r}])")
+    proofs, sizes = re.findall(r"(\d+) passed", said)
+    assert int(proofs) >= 2 * 4  # two shapes, four tests of each
+    assert sizes == "1"
+
+
+def test_the_commands(copy):
     import torch
-    from transformers import StableLmConfig, StableLmForCausalLM
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, StableLmConfig, StableLmForCausalLM
 
     small = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
     config = StableLmConfig(vocab_size=64, hidden_size=32, intermediate_size=48, **small)
@@ -86,31 +96,8 @@ def said(copy):
     StableLmForCausalLM(config).save_pretrained(copy / "path/to/hf-folder")
     commands = [shlex.split(line) for line in re.findall(r"^\$ weft (.*?)(?:  +#.*)?$", TEXT, re.M)]
     assert [words[0] for words in commands] == ["models", "models", "import", "export"]
-    (command,) = re.findall(r"^\$ python (-m pytest .*)$", TEXT, re.M)
-    tests = [shlex.split(command)[2:], ["-q", "tests/cli/test_models.py", "-k", "published_size"]]
-    program = f"""
-import pytest
-from weft.cli.main import main
-
-assert not any(map(main, {commands!r}))
-print("END", flush=True)
-assert not any([pytest.main(words) for words in {tests!r}])
-"""
-    return python(copy, "-c", program).split("END\n")
-
-
-def test_the_family_passes_the_proof(said):
-    proofs, sizes = re.findall(r"(\d+) passed", said[1])
-    assert int(proofs) >= 2 * 4  # two shapes, four tests of each
-    assert sizes == "1"
-
-
-def test_the_commands(copy, said):
-    import torch
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, StableLmForCausalLM
-
-    out = said[0]
+    program = f"from weft.cli.main import main\nassert not any(map(main, {commands!r}))"
+    out = python(copy, "-c", program)
     assert out.startswith("stablelm: StableLM (Bellagente et al., 2024)")
     assert "reads StableLmForCausalLM\n" in out
     assert re.search(r"stablelm-3b +2\.80B", out)

@@ -9,6 +9,7 @@ from running import assert_same_weights, losses
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SECTIONS = {
+    "model": {"num_hidden_layers": 1},
     "training": {"steps": 6, "batch_tokens": 384, "micro_batch_size": 2},
     "schedule": {"warmup_steps": 0},
     "data": {"validation": None},

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from forked import run, weft_with_one_trial
 from ruamel.yaml import YAML
+from running import QUIET
 
 from weft.cli.main import main
 from weft.config.mesh import ParallelSection
@@ -40,7 +41,7 @@ def losses(folder: Path) -> list[tuple[float, float]]:
 
 
 def weights(folder: Path) -> list[bytes]:
-    return [path.read_bytes() for path in sorted(folder.glob("checkpoints/step-*3/*.safetensors"))]
+    return [path.read_bytes() for path in sorted(folder.glob("checkpoints/step-*2/*.safetensors"))]
 
 
 def test_a_size_fits_on_all_ranks_and_changes_nothing_else(tmp_path, run_yaml, ranks):
@@ -50,15 +51,18 @@ def test_a_size_fits_on_all_ranks_and_changes_nothing_else(tmp_path, run_yaml, r
     changes = {
         "objective": {"type": "hungry:Hungry"},
         "schedule": {"type": "constant", "warmup_steps": 0},
-        "log": {"every": 1},
+        "log": {"every": 1} | QUIET,
         "checkpoint": {"every": 2},
+        "model": {"num_hidden_layers": 1},
+        "data": {"validation": None},
     }
-    run_yaml(training={"steps": 3, "micro_batch_size": "auto"}, **changes)
+    training = {"steps": 2, "batch_tokens": 512}
+    run_yaml(training=training | {"micro_batch_size": "auto"}, **changes)
     said = ranks.call(weft_with_one_trial, 2, tmp_path, ["train", "run.yaml"], seconds=200)
     assert [code for code, _ in said] == [0, 0], said
     run = tmp_path / "runs" / "demo"
     found = json.loads((run / "manifest.json").read_text())["micro_batch_trials"]
-    assert [one["size"] for one in found["tried"]] == [1, 2]  # 8 sequences on each rank, of which 4 do not fit
+    assert [one["size"] for one in found["tried"]] == [1, 2]  # 4 sequences on each rank, which do not fit
     assert found["no_memory"] == 4
     chosen = found["chosen"]
     assert chosen in (1, 2)
@@ -74,16 +78,15 @@ def test_a_size_fits_on_all_ranks_and_changes_nothing_else(tmp_path, run_yaml, r
     assert predicted["every"] < predicted["last"]
     assert found["predicted_bytes"] == predicted["every"]
 
-    number = run_yaml(
-        "number.yaml", run={"name": "number"}, training={"steps": 3, "micro_batch_size": chosen}, **changes
-    )
+    training |= {"micro_batch_size": chosen}
+    number = run_yaml("number.yaml", run={"name": "number"}, training=training, **changes)
     again = ranks.call(weft_command, 2, tmp_path, ["train", number.name])
     assert [code for code, _ in again] == [0, 0], again
     assert losses(run) == losses(tmp_path / "runs" / "number")
     assert weights(run) == weights(tmp_path / "runs" / "number") != []
 
     # Resumed: the size is reused, and no trial runs.
-    longer = ["train", "run.yaml", "training.steps=4"]
+    longer = ["train", "run.yaml", "training.steps=3"]
     resumed = ranks.call(weft_command, 2, tmp_path, longer)
     assert f"micro_batch_size: {chosen} (auto; tried in an earlier session)" in resumed[0][1]
     assert YAML().load(run / "config.yaml")["training"]["micro_batch_size"] == chosen
