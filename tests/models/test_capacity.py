@@ -110,7 +110,7 @@ def test_whole_numbers_are_not_rounded_up():
     assert (~module.router.over_capacity(chosen)).sum(1).tolist() == [[11, 11]]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.long), "aot_eager"])
 def test_a_block_compiles(backend):
     torch._dynamo.reset()
     model = build_model(section(capacity_factor=0.5)).double().train()

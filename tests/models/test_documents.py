@@ -81,7 +81,7 @@ def test_rows_of_documents_are_the_documents_alone(way):
 WINDOWED = {"sliding_window": 5, "sliding_window_pattern": 2, "attn_logit_softcapping": 1.5}
 
 
-@pytest.mark.parametrize("way", ["eager", "traced"])
+@pytest.mark.parametrize("way", ["eager", pytest.param("traced", marks=pytest.mark.long)])
 def test_sliding_windows_and_capped_scores_stay_inside_documents(way):
     model, inputs = decoder(**WINDOWED), packed()
     expected = one_by_one(model, inputs)

@@ -35,6 +35,7 @@ GPT2 = {
 NEOX = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
 TIED = {"tie_word_embeddings": True}
 SLIDING = {"sliding_window": 7}
+NEW = 8  # tokens to generate: from prompts within the window and beyond it, more than it holds
 
 
 def scaled(kind, **keys):
@@ -266,10 +267,10 @@ def test_greedy_generation_with_and_without_a_cache(family, shape):
     widest = max(map(len, prompts))
     padded = torch.tensor([[0] * (widest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (widest - len(p)) + [1] * len(p) for p in prompts])
-    expected = theirs.generate(padded, attention_mask=mask, max_new_tokens=14, do_sample=False, pad_token_id=0)
+    expected = theirs.generate(padded, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     expected = expected[:, widest:].tolist()
     for cache_ in (True, False):
-        assert generate_ids(ours, prompts, Sampling(14, temperature=0.0), cache=cache_) == expected
+        assert generate_ids(ours, prompts, Sampling(NEW, temperature=0.0), cache=cache_) == expected
 
 
 @every
