@@ -78,11 +78,11 @@ def test_without_restarts_a_hang_ends_the_run(supervised):
 def test_progress_and_long_tasks_are_no_hang(supervised):
     code, errors, run = supervised("""
 for step in (1, 2, 3): doing("step", step=step)
-for _ in range(8):
+for _ in range(5):
     time.sleep(0.25)
     alive()
 doing("saving", "save", may_take=60)
-time.sleep(2)
+time.sleep(1.3)
 """)
     assert (code, errors, (run / "logs").exists()) == (0, "", False)
 

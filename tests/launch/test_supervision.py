@@ -146,7 +146,7 @@ def test_what_asks_for_more_time_gets_it(launch):
     syncs = """
 while not asked: time.sleep(0.01)
 doing("saving step 7", "save", may_take=600)
-time.sleep(2.5)
+time.sleep(1.5)
 sys.exit(143)
 """
     code, errors = launch(syncs, signal.SIGTERM)

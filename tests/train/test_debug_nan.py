@@ -198,7 +198,7 @@ def test_a_finite_step_and_a_step_that_is_not_there(broken, capsys):
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"pp": 2, "dp_shard": 1}])
+@pytest.mark.parametrize("parallel", [pytest.param({"dp_shard": 2}, marks=pytest.mark.long), {"pp": 2, "dp_shard": 1}])
 def test_two_ranks_find_the_same_module(broken, tmp_path, ranks, parallel):
     """With data parallelism, only rank 1 has the bad row; with a pipeline, the second stage has the weight."""
     from pool import weft_command

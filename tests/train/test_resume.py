@@ -31,36 +31,36 @@ def test_a_killed_and_a_stopped_run_go_on_to_the_same_bits(run_yaml, tmp_path, m
     common = {
         "model": {"attention_dropout": 0.1, "hidden_dropout": 0.1, "embedding_dropout": 0.1},
         "data": {"workers": 1},
-        "training": {"steps": 18, "batch_tokens": 512, "threads": 1},
+        "training": {"steps": 12, "batch_tokens": 512, "threads": 1},
         "schedule": {"warmup_steps": 2},
         "callbacks": [{"type": "signals_for_resume:Signals"}],
-        "validation": {"every": 5, "tokens": 512},
-        "checkpoint": {"every": 7},
+        "validation": {"every": 5, "tokens": 256},
+        "checkpoint": {"every": 4},
         "log": QUIET,
     }
     assert train(run_yaml("straight.yaml", **common, run={"name": "straight"})) == 0
     straight, run = tmp_path / "runs" / "straight", tmp_path / "runs" / "broken"
     file = run_yaml("broken.yaml", **common, run={"name": "broken"})
 
-    process = Forked("train", file, cwd=tmp_path, SIGNALS=f"9 {int(signal.SIGKILL)}")
+    process = Forked("train", file, cwd=tmp_path, SIGNALS=f"6 {int(signal.SIGKILL)}")
     assert finish(process)[0] == -signal.SIGKILL
     killed_at = losses(run)[-1][0]
-    assert 7 < killed_at <= 9
-    assert [c.name for c in (run / "checkpoints").glob("step-*")] == ["step-00000007"]
+    assert 4 < killed_at <= 6
+    assert [c.name for c in (run / "checkpoints").glob("step-*")] == ["step-00000004"]
 
-    # It goes on from step 7, and on its way is asked to leave; its worker is needed until the checkpoint is there.
-    process = Forked("train", file, cwd=tmp_path, SIGNALS=f"12 {int(signal.SIGTERM)}")
+    # It goes on from step 4, and on its way is asked to leave; its worker is needed until the checkpoint is there.
+    process = Forked("train", file, cwd=tmp_path, SIGNALS=f"9 {int(signal.SIGTERM)}")
     code, errors = finish(process)
     assert code == 128 + signal.SIGTERM, errors
     left_at = losses(run)[-1][0]
-    assert killed_at < left_at < 18
+    assert killed_at < left_at < 12
     assert (run / "checkpoints" / f"step-{left_at:08}").is_dir()
     assert f"stopped after step {left_at}, saved" in errors
     assert "Traceback" not in errors
     assert losses(run) == losses(straight)[:left_at]
 
     assert train(file) == 0
-    assert [step for step, *_ in losses(run)] == list(range(1, 19))
+    assert [step for step, *_ in losses(run)] == list(range(1, 13))
     assert losses(run) == losses(straight)
     assert_same_weights(straight, run)
 
