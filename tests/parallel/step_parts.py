@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matrix import FEWER_STEPS
 from matrix_parts import Sequences
 
 from weft.checkpoint.load import resolve
@@ -46,9 +47,9 @@ def several(files: dict[str, Path], sequences: int) -> dict[str, Any]:
     """On each rank: a run by `fit`, and the same by `step`, in both forms and resumed; then batches that are wrong."""
     configs = {name: RunConfig.load(file) for name, file in files.items()}
     Trainer(configs["fit"], fresh=True).fit()
-    metrics = {"global": own_loop(configs["global"], "global", 3, sequences)}
-    own_loop(configs["local"], "local", 2, sequences)  # stops here
-    metrics["local"] = own_loop(configs["local"], "local", 3, sequences, fresh=False)
+    metrics = {"global": own_loop(configs["global"], "global", FEWER_STEPS, sequences)}
+    own_loop(configs["local"], "local", 1, sequences)  # stops here
+    metrics["local"] = own_loop(configs["local"], "local", FEWER_STEPS, sequences, fresh=False)
     ends = ended(configs["refused"], as_dict(global_batches(configs["refused"], sequences).batch(0)))
     return metrics | {"refused": refused(configs["refused"], sequences), "ends": ends}
 

@@ -17,11 +17,11 @@ RECORDS = [{"prompt": f"Vo {n}?", "chosen": a, "rejected": ANSWERS[n - 1]} for n
 
 @pytest.fixture
 def write(raw_yaml, tmp_path, cache):
-    """Writes a run on preferences of 3 steps, whose frozen model is asked in each step or `once`."""
+    """Writes a run on preferences of 2 steps, whose frozen model is asked in each step or `once`."""
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
 
-    def write(name, *, once, steps=3, adapter=None, **parallel):
+    def write(name, *, once, steps=2, adapter=None, **parallel):
         file = raw_yaml(f"{name}.yaml", train=str(path), validation=str(path), chat_template="plain")
         sections = {
             "objective": {"type": "objective_parts:Compared", "once": once},
@@ -56,7 +56,7 @@ def test_what_is_cached_is_what_the_model_says_also_of_a_trained_adapter(write, 
     assert len(np.load(file)) == 2 * len(RECORDS) - 4  # without the pairs that are too long
 
     monkeypatch.setattr("weft.train.frozen_sources.FrozenCopy", None)  # it is not needed again
-    assert train(write("resumed", once=True, steps=2)) == 0
+    assert train(write("resumed", once=True, steps=1)) == 0
     assert train(write("resumed", once=True)) == 0
     assert "computing" not in capsys.readouterr().err
     assert losses(runs / "resumed") == losses(runs / "once")

@@ -14,15 +14,30 @@ import numpy as np
 import pytest
 from running import metrics, train
 
+from weft.cli.main import main
 from weft.files import publish
 from weft.objectives.distill import Distill
 
 MODEL = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
+@pytest.fixture(scope="module")
+def stores(tiny_corpus, tiny_tokenizer, tmp_path_factory):
+    """Token stores of a few documents: the teacher is asked about each of them."""
+    folder = tmp_path_factory.mktemp("stores")
+    for part, names in (("train", ("000.txt", "001.txt", "002.txt", "003.txt")), ("heldout", ("000.txt",))):
+        (folder / "texts" / part).mkdir(parents=True)
+        for name in names:
+            shutil.copy(tiny_corpus / part / name, folder / "texts" / part)
+        texts = str(folder / "texts" / part)
+        assert main(["data", "pack", texts, "--tokenizer", str(tiny_tokenizer), "--out", str(folder / part)]) == 0
+    return folder
+
+
 @pytest.fixture
-def write(tiny_store, tiny_heldout, tiny_tokenizer, tmp_path):
+def write(stores, tiny_tokenizer, tmp_path):
     """Writes a run of few steps on a token store."""
+    on_stores = {"train": str(stores / "train"), "validation": str(stores / "heldout"), "sequence_length": 32}
     teacher = {"type": "distill", "teacher": str(tmp_path / "runs" / "teacher"), "top_k": 5, "alpha": 0.2}
 
     def write(name, *, mesh=None, data=None, **objective):
@@ -30,7 +45,7 @@ def write(tiny_store, tiny_heldout, tiny_tokenizer, tmp_path):
             "run": {"name": name, "directory": str(tmp_path / "runs")},
             "model": MODEL | {"hidden_size": 48 if name == "teacher" else 32, "intermediate_size": 64},
             "tokenizer": str(tiny_tokenizer),
-            "data": {"train": str(tiny_store), "validation": str(tiny_heldout), "sequence_length": 32} | (data or {}),
+            "data": on_stores | (data or {}),
             "objective": {"type": "pretrain"} if name == "teacher" else teacher | objective,
             "optimizer": {"lr": 1e-2},
             "schedule": {"type": "constant"},

@@ -36,7 +36,9 @@ def train(file, memory, verb="train", *options):
 def run(runner, tmp_path):
     def run(name, memory, steps=STEPS, **parallel):
         training = {"batch_tokens": RANKS * MICRO_BATCHES * 32, "micro_batch_size": 1, "steps": steps}
-        file = write_run(tmp_path, Case("gqa", "plain", {"dp_shard": RANKS, **parallel}), name=name, training=training)
+        file = write_run(
+            tmp_path, Case("gqa", "plain", {"dp_shard": RANKS, **parallel}, layers=2), name=name, training=training
+        )
         (said, reduced), *_ = runner.pool.call(train, RANKS, file, memory)
         losses = [line["loss"] for line in metrics(tmp_path / name)]
         return said, reduced, losses

@@ -2,7 +2,7 @@
 
 import pytest
 from compare import Run, compare
-from matrix import STEPS, Case, ranks_of, write_run
+from matrix import FEWER_STEPS, Case, ranks_of, write_run
 from step_parts import several
 
 DIFFERENT = "the ranks passed different batches, but with batches='global' all must pass the same one"
@@ -11,9 +11,11 @@ DIFFERENT = "the ranks passed different batches, but with batches='global' all m
 def train(runner, case, sequences):
     """The runs of a case by `fit` and by `step`, and what each rank returned."""
     size = {"batch_tokens": 32 * sequences}
-    files = {"fit": write_run(runner.folder, case, name="step-fit", training=size)}
+    files = {"fit": write_run(runner.folder, case, steps=FEWER_STEPS, name="step-fit", training=size)}
     for name in ("global", "local"):
-        files[name] = write_run(runner.folder, case, name=f"step-{name}", data={"train": None}, training=size)
+        files[name] = write_run(
+            runner.folder, case, steps=FEWER_STEPS, name=f"step-{name}", data={"train": None}, training=size
+        )
     no_end = {"training": {**size, "steps": None}, "checkpoint": {"every": None}}
     files["refused"] = write_run(runner.folder, case, name="step-refused", data={"train": None}, **no_end)
     found = runner.pool.call(several, ranks_of(case.mesh), files, sequences, seconds=120)
@@ -37,8 +39,8 @@ def test_steps_are_those_of_fit_and_mistakes_are_reported_on_all_ranks(runner, m
         difference = compare(runs["fit"], runs[form])
         assert difference.largest == 0, difference.wrong()
         assert all(rank[form] == found[0][form] for rank in found)  # metrics, also those of time
-    assert [line["step"] for line in found[0]["global"]] == [*range(1, STEPS + 1)]
-    assert [line["step"] for line in found[0]["local"]] == [STEPS]  # resumed
+    assert [line["step"] for line in found[0]["global"]] == [*range(1, FEWER_STEPS + 1)]
+    assert [line["step"] for line in found[0]["local"]] == [FEWER_STEPS]  # resumed
     interrupted, terminated = [False, "KeyboardInterrupt", 1], [False, True, "SystemExit", 2]
     ends = [*interrupted, "step-00000001", *terminated, "step-00000002"]
     assert all(rank["ends"] == ends for rank in found), found[0]["ends"]
