@@ -161,6 +161,7 @@ def inputs_of(name: str, rows: int = 4) -> tuple[tuple, dict]:
     ids = torch.randint(0, 48, (rows, 12))
     return {
         "gpt": lambda: ((ids,), {"targets": ids.roll(-1, 1)}),
+        "block": lambda: ((ids,), {"targets": ids.roll(-1, 1)}),
         "vit": lambda: ((torch.randn(rows, 3, 16, 16),), {}),
         "unet": lambda: ((torch.randn(rows, 3, 16, 16),), {}),
         "clip": lambda: ((torch.randn(rows, 3, 2, 2),), {"text": torch.randint(0, 20, (rows, 5))}),
@@ -169,7 +170,15 @@ def inputs_of(name: str, rows: int = 4) -> tuple[tuple, dict]:
     }[name]()
 
 
-MODULES: dict[str, Any] = {"gpt": GPT, "vit": ViT, "unet": UNet, "clip": CLIP, "experts": Experts, "loops": Loops}
+MODULES: dict[str, Any] = {
+    "gpt": GPT,
+    "block": lambda: GPT(layers=1),
+    "vit": ViT,
+    "unet": UNet,
+    "clip": CLIP,
+    "experts": Experts,
+    "loops": Loops,
+}
 
 
 def make(name: str) -> nn.Module:

@@ -64,7 +64,7 @@ def test_parameters_that_are_kept_are_gathered_once():
 
 
 def test_two_axes_are_one_process(ranks):
-    check(ranks, 4, [("gpt", {"dp": 2, "tp": 2, "parameters": COLUMNS_AND_ROWS})], steps=1)
+    check(ranks, 4, [("block", {"dp": 2, "tp": 2, "parameters": COLUMNS_AND_ROWS})], steps=1)
 
 
 def test_what_apply_promises(ranks):

@@ -191,7 +191,7 @@ from weft.cli.main import main
 from weft.planner import measure_host, measure_links
 
 measure_host.CALLS, measure_links.CHUNKS = 2, 2  # rough numbers will do
-words = ["bench", "comm", "--seconds", "0.3", "--into"]
+words = ["bench", "comm", "--seconds", "0.1", "--into"]
 assert main([*words, "other.yaml"]) == 2
 assert main([*words, "here.yaml", "--plot", "links.svg"]) == 0
 """

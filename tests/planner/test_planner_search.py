@@ -36,14 +36,13 @@ def machine(memory_gb: float):
 
 
 def candidates(config, devices, hardware):
-    """Returns the bounds, and all candidates with their configs."""
+    """Returns the bounds, all candidates, and a function from a candidate to its config."""
     space = MeshSpace(config, devices, hardware)
     bounds, found = Bounds(space, hardware, cpu=hardware.device.kind == "cpu"), []
     for layout in space.layouts():
         for schedule in space.schedules_of(layout):
-            for one in space.variants(layout, *schedule):
-                found.append((one, space.config_of(one, bounds.stage_layers(one))))
-    return bounds, found
+            found += space.variants(layout, *schedule)
+    return bounds, found, lambda one: space.config_of(one, bounds.stage_layers(one))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,9 @@ def candidates(config, devices, hardware):
 def test_the_search_finds_what_all_candidates_give(run, devices, memory_gb, overrides):  # noqa: F811
     config, hardware = run(1, *overrides), machine(memory_gb)
     fastest = {}
-    for one, changed in candidates(config, devices, hardware)[1]:
+    _, every, config_of = candidates(config, devices, hardware)
+    for one in every:
+        changed = config_of(one)
         if not is_legal(changed, devices):
             continue
         if max(rank.total for rank in memory_on(changed, devices, hardware)) > memory_gb * 1e9:
@@ -98,9 +99,10 @@ def cpu(memory_gb: float):
 )
 def test_bounds_never_exceed_what_is_predicted(run, overrides, machine):  # noqa: F811
     hardware = machine(8.0)
-    bounds, every = candidates(run(1, *overrides), 16, hardware)
+    bounds, every, config_of = candidates(run(1, *overrides), 16, hardware)
     checked = 0
-    for one, config in random.Random(0).sample(every, 20):
+    for one in random.Random(0).sample(every, 20):
+        config = config_of(one)
         if not is_legal(config, 16):
             continue
         seconds = predict(config, 16, hardware).step_seconds * (1 + 1e-9)
