@@ -150,7 +150,8 @@ class MeshSearch:
         if not is_legal(config, self.space.devices):
             return
         devices = self.space.devices
-        for only in (0, None):  # the first pipeline rank often needs most, and rules most candidates out
+        # The first pipeline rank often needs most, and rules most candidates out.
+        for only in (0, None) if candidate.layout.pp > 1 else (None,):
             ranks = memory_on(config, devices, self.hardware, only=only)
             needed = max(one.total for one in ranks)
             if needed > self.capacity:
