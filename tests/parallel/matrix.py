@@ -378,11 +378,11 @@ def matrix() -> list[Case]:
 
 # What `make test` runs of it: every axis, model of `MODELS` and family of objectives, and the schedules that no other
 # test has. As few ranks as these take: each costs a second of a core; and half of the layers, where this is enough.
-# `test_callbacks_on_ranks.py` compares a run on `pp` with `cp`.
+# `test_callbacks_on_ranks.py` compares a run on `pp` with `cp`, `test_experts.py` one on `dp_replicate` with
+# `dp_shard`, and `test_between_meshes.py` one on `pp` with `tp`.
 _SMALL = partial(Case, layers=2)
 SAMPLE = [
     _SMALL("dense", "dropout", {"dp_shard": 2}),
-    _SMALL("gqa", "uneven", {"dp_replicate": 2, "dp_shard": 2}),
     _SMALL("dense", "clipping", {"dp_shard": 2, "tp": 2}),
     _SMALL("two_groups", "plain", {"tp": 4}),
     _SMALL("tied", "masked", {"cp": 2}),
@@ -390,12 +390,12 @@ SAMPLE = [
     _SMALL("moe", "masked", {"dp_shard": 2, "ep": 2}),
     _SMALL("moe", "plain", {"cp": 2, "tp": 2, "ep": 2}),
     _SMALL("capacity", "masked", {"cp": 2, "ep": 2, "cp_method": "all_gather"}),
-    _SMALL("tied", "sft_sequences", {"pp": 2, "tp": 2}),
+    _SMALL("tied", "sft_sequences", {"tp": 2}),
     Case("gqa", "z_loss", {"pp": 2, "pp_schedule": "looped_bfs"}),
     _SMALL("dense", "mtp", {"pp": 2}),
     _SMALL("gqa", "gspo_lora", {"cp": 2}),
     Case("tied", "frozen", {"pp": 2, "pp_schedule": "interleaved_zero_bubble"}),
-    _SMALL("gqa", "dora", {"pp": 2, "dp_shard": 2}),
+    _SMALL("gqa", "dora", {"dp_shard": 2}),
     _SMALL("tied", "distill", {"pp": 2}),
     Case("dense", "distill_hidden", {"tp": 2}),
     _SMALL("moe", "qlora", {"tp": 2}),
@@ -410,6 +410,9 @@ LARGER_SAMPLE = [
     Case("dense", "mtp", {"pp": 2, "tp": 2}),
     Case("gqa", "gspo_lora", {"pp": 2, "cp": 2}),
     Case("gqa", "lora", {"cp": 2, "tp": 2}),
+    Case("gqa", "dora", {"pp": 2, "dp_shard": 2}),
+    _SMALL("gqa", "uneven", {"dp_replicate": 2, "dp_shard": 2}),
+    _SMALL("tied", "sft_sequences", {"pp": 2, "tp": 2}),
     Case("tied", "distill", {"pp": 2, "tp": 2}),
     Case("moe", "qlora", {"dp_shard": 2, "tp": 2, "ep": 2}),
     Case("gqa", "lora", {"tp": 2}),

@@ -6,7 +6,7 @@ from matrix import LAYERS, WITHIN, mesh_name, unknown
 # Checkpoints from mesh to mesh: a run makes a step on each, and goes on from there on the next.
 JOURNEYS = [
     ("dense", [{"dp_shard": 4}, {}, {"dp_replicate": 2, "dp_shard": 2}]),
-    ("moe", [{"pp": 2, "tp": 2}, {"dp_shard": 4}, {"cp": 2, "ep": 2}, {}]),
+    ("moe", [{"pp": 2, "tp": 2}, {"dp_shard": 2}, {"cp": 2, "ep": 2}, {}]),
     ("tied", [{"pp": 4}, {"dp_shard": 2, "tp": 2}, {}, {"pp": 2, "cp": 2}, {"tp": 4}]),
     (
         "gqa",

@@ -34,9 +34,12 @@ def found(run):
     return [[line[name] for name in ("likely", "sample", "validation_likely", "validation_loss")] for line in lines]
 
 
-def test_from_mesh_to_mesh_an_average_and_metrics_are_those_of_one_process_and_one_rank_stops_all(runner):
+@pytest.mark.parametrize(
+    "first", [{"dp_shard": 2}, pytest.param({"dp_shard": 2, "tp": 2}, marks=pytest.mark.long)], ids=str
+)
+def test_from_mesh_to_mesh_an_average_and_metrics_are_those_of_one_process_and_one_rank_stops_all(runner, first):
     one = train(runner, "callbacks-alone", {})
-    for step, mesh in enumerate(({"dp_shard": 2, "tp": 2}, {"pp": 2, "cp": 2}, {}), start=1):
+    for step, mesh in enumerate((first, {"pp": 2, "cp": 2}, {}), start=1):
         run = train(runner, "callbacks-from-mesh-to-mesh", mesh, fresh=step == 1)
         ended = [(run.path / f"ended-{rank}").read_text() for rank in range(ranks_of(mesh))]
         assert ended == [f"{step} {'finished' if step == STEPS else 'stopped-early'}"] * ranks_of(mesh)

@@ -38,7 +38,9 @@ def test_the_matrix(runner, case, record_property):
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("case", [Case("tied", "masked"), Case("moe", "everything")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("tied", "masked"), pytest.param(Case("moe", "everything"), marks=pytest.mark.long)], ids=str
+)
 def test_what_is_compared_says_something(runner, case):
     run = runner.reference(case)
     gradients = {name: value for name, value in run.steps[-1].items() if name.endswith(".gradient")}
