@@ -137,8 +137,8 @@ def test_fewer_bytes_and_a_falling_loss(runner):
     case = Case("dense", "plain", {"dp_replicate": 2}, 2)
     runs, told = {}, {}
     for name, parallel in (("exact", {}), ("rank 2", compressed())):
-        options = {"training": {"dtype": "float32"}, "checkpoint": {"every": 20}}
-        file = write_run(runner.folder, case, steps=20, name=name, parallel=parallel, **options)
+        options = {"training": {"dtype": "float32"}, "checkpoint": {"every": 12}}
+        file = write_run(runner.folder, case, steps=12, name=name, parallel=parallel, **options)
         told[name] = runner.pool.call(fit_counting, 2, file, True, seconds=120)
         runs[name] = Run(runner.folder / name).metrics["loss"]
     assert 0 < max(told["rank 2"]) * 3 < min(told["exact"])

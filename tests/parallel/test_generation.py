@@ -120,8 +120,8 @@ def test_samples_of_a_sharded_run_are_those_of_one_process(runner, run_yaml, tmp
             parallel=parallel,
             samples={"prompts": ["Ka", "Kalo mi ren"], "max_new_tokens": 7, "temperature": 0.0},
             data={"validation": str(tiny_heldout)},
-            training={"steps": 4, "batch_tokens": 512, "dtype": "float64"},
-            validation={"every": 2},
+            training={"steps": 2, "batch_tokens": 512, "dtype": "float64"},
+            validation={"every": 1, "tokens": 512},
             schedule={"type": "constant", "warmup_steps": 0},
         )
         runner.pool.run(file, ranks, fresh=True, seconds=120)

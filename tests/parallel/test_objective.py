@@ -47,7 +47,8 @@ def one(runner):
     ("mesh", "micro", "objective"),
     [
         ({}, 1, "Twice"),
-        ({"dp_shard": 2, "cp": 2}, 3, "Twice"),
+        ({"dp_shard": 2}, 3, "Twice"),
+        pytest.param({"dp_shard": 2, "cp": 2}, 3, "Twice", marks=pytest.mark.long),
         pytest.param({"cp": 2, "tp": 2, "cp_method": "all_gather"}, 2, "Preference", marks=pytest.mark.long),
         ({"pp": 2}, 2, "Preference"),
         pytest.param({"pp": 2, "cp": 2, "pp_schedule": "zbv_zero_bubble"}, 1, "Preference", marks=pytest.mark.long),

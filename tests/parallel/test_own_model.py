@@ -107,12 +107,12 @@ MODELS = {
     ),
 }
 ON_MESHES = [
-    ("tied", {"tp": 2}),
     ("labels", {"tp": 2}),
     ("scalars", {"dp_shard": 2}),
     ("after the head", {"tp": 2}),
 ]
 ON_OTHER_MESHES = [
+    ("tied", {"tp": 2}),
     ("tied", {"dp_shard": 2}),
     ("tied", {"tp": 2, "dp_shard": 2}),
     ("recomputing", {"tp": 2}),

@@ -80,11 +80,10 @@ def overflowing_alone(runner):
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"tp": 2},
         {"pp": 2},
         *(
             pytest.param(mesh, marks=pytest.mark.long)
-            for mesh in ({"dp_shard": 2}, {"dp_replicate": 2, "compress": {"start_step": 1, "rank": 2}})
+            for mesh in ({"tp": 2}, {"dp_shard": 2}, {"dp_replicate": 2, "compress": {"start_step": 1, "rank": 2}})
         ),
     ],
     ids=str,
