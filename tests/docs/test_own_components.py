@@ -1,6 +1,7 @@
 """docs/own-components.md is true: its examples are one run, the same on two ranks; its samples are told as it says."""
 
 import importlib
+import io
 import json
 import re
 import shutil
@@ -116,11 +117,11 @@ def test_the_pairs_are_learned(page):
     assert lines[-1]["accuracy"] > lines[0]["accuracy"]
 
 
-def test_a_stream_becomes_a_store(page, tiny_tokenizer):
+def test_a_stream_becomes_a_store(page, tiny_tokenizer, monkeypatch):
     (command,) = re.findall(r"^\$ python my_stream.py \| weft (data pack .*)$", TEXT, re.M)
     lines = subprocess.run([sys.executable, "my_stream.py"], capture_output=True, check=True).stdout
-    words = [sys.executable, "-m", "weft", *command.replace("tok ", f"{tiny_tokenizer} ").split()]
-    subprocess.run(words, input=lines, capture_output=True, check=True)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    assert main(command.replace("tok ", f"{tiny_tokenizer} ").split()) == 0
     assert json.loads((page / "squares" / "store.json").read_text())["documents"] == 1000
 
 

@@ -246,6 +246,7 @@ def test_a_store_that_cannot_be_read_is_named_and_nothing_starts_over(s3, run, c
     assert losses(run("training.steps=6", "--accept-changes"))[:4] == expected
 
 
+@pytest.mark.long
 def test_a_lost_run_continues_from_the_store(s3, run, tmp_path):
     run("run.name=whole", "checkpoint.remote=null")
     made = run("training.steps=2")
