@@ -84,9 +84,9 @@ def _pair(name, tables, **options):
 
 def uneven_rows_and_several_passes(tables):
     """Three rows on two data ranks; two forward passes before one backward pass, and one without gradients."""
-    reference, module = _pair("gpt", tables)
+    reference, module = _pair("block", tables)
     for rows in (3, 4):
-        args, kwargs = inputs_of("gpt", rows)
+        args, kwargs = inputs_of("block", rows)
         for one in (reference, module):
             torch.manual_seed(rows)
             first, second = one(*args, **kwargs), one(*args)
@@ -95,7 +95,7 @@ def uneven_rows_and_several_passes(tables):
     for one in (reference, module):
         one.eval()
     with torch.no_grad():
-        args, kwargs = inputs_of("gpt", 3)
+        args, kwargs = inputs_of("block", 3)
         found.append((loss_of(reference(*args, **kwargs)) - loss_of(module(*args, **kwargs))).abs().item())
     return found
 
@@ -119,7 +119,7 @@ def local_inputs(tables):
 def checkpointed_blocks(tables):
     """The module's own activation checkpointing."""
     found = []
-    for name in ("gpt",):
+    for name in ("block",):
         reference, module = _pair(name, tables)
         reference.checkpointed = module.checkpointed = True
         args, kwargs = inputs_of(name)
@@ -153,11 +153,11 @@ def state_dicts(tables):
 
 def from_meta(tables):
     """Parameters on the meta device: from a state dict, and from each module's own initial values."""
-    reference = make("gpt")
+    reference = make("block")
     with torch.device("meta"):
-        empty = make("gpt")
+        empty = make("block")
     module = Plan(**tables).apply(empty, state_dict=reference.state_dict())
-    args, kwargs = inputs_of("gpt")
+    args, kwargs = inputs_of("block")
     for one in (reference, module):
         torch.manual_seed(0)
         loss_of(one(*args, **kwargs)).backward()
