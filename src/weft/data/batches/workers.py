@@ -90,14 +90,16 @@ def _ready_to_fork() -> Iterator[None]:
 
     - Workers inherit blocked signals, so a SIGTERM that arrives while they start does not kill them.
     - A forked worker never frees garbage of this process: the destructor of a process group or of a store waits for
-      threads, which a fork does not copy, so the worker would hang. The worker also copies less memory.
+      threads, which a fork does not copy, so the worker would hang. The worker also copies less memory. It starts
+      without garbage collection, which `_initialize_worker` enables.
     """
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    gc.freeze()
+    blocked, collects = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}), gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if collects:
+            gc.enable()
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
@@ -176,6 +178,8 @@ class _Steps(TorchDataset):
 
 
 def _initialize_worker(worker: int) -> None:
+    gc.freeze()  # what a fork inherited
+    gc.enable()
     # Ctrl-C and SIGTERM can reach all processes of the group. The trainer needs batches until it has saved a
     # checkpoint, and then stops its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
