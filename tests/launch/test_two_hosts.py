@@ -12,8 +12,9 @@ def interfaces():
     return sorted(os.listdir("/sys/class/net"))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("each", "mesh"), [(1, {"dp_shard": 2}), (2, {"dp_shard": 2, "tp": 2})])
+@pytest.mark.parametrize(
+    ("each", "mesh"), [(1, {"dp_shard": 2}), pytest.param(2, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.long)]
+)
 def test_two_hosts_train_together(run_yaml, tmp_path, each, mesh):
     unshare, present = namespaces(), interfaces()
     sections = {

@@ -43,7 +43,6 @@ def check(folder, mesh, model, rank=0, **training):
     return found
 
 
-@pytest.mark.long
 def test_a_step_on_2048_ranks(tmp_path):
     """A few layers, on nearly all axes at once."""
     dense = check(tmp_path, {"dp_replicate": 2, "cp": 2, "tp": 8}, SMALL["dense"], steps=1)

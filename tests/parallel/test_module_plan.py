@@ -250,7 +250,6 @@ def links(folder, bandwidth):
     return str(file)
 
 
-@pytest.mark.long
 def test_auto_finds_stages_where_links_are_slow_and_a_resumed_run_keeps_them(runner, net, tmp_path):
     slow, longer = {"auto": True, "hardware": links(tmp_path, 1e-3)}, {"training": {"steps": 4}}
     runner.pool.run(write_run(tmp_path, "alone", net, {}, **longer), 1, seconds=120)

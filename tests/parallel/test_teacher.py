@@ -15,8 +15,7 @@ def train(runner, name, mesh, teacher):
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "cp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"pp": 2}, pytest.param({"pp": 2, "cp": 2}, marks=pytest.mark.long)], ids=str)
 def test_a_teacher_on_a_mesh_is_that_of_one_process(runner, mesh):
     teacher = runner.reference(Case("gqa", "kept_lora"))
     one = train(runner, "taught", {}, teacher)
