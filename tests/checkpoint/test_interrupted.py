@@ -10,7 +10,7 @@ import pytest
 from forked import Forked
 from test_huggingface import folder, theirs, weft_command
 
-from weft.checkpoint.delta import apply  # noqa: F401 (imported while `byte_view` is replaced, it would keep that)
+from weft.checkpoint.delta import apply  # noqa: F401 (an import while `byte_view` is replaced would keep that)
 from weft.checkpoint.shard_files import new_folder
 from weft.errors import UserError
 

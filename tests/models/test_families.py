@@ -35,7 +35,7 @@ GPT2 = {
 NEOX = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
 TIED = {"tie_word_embeddings": True}
 SLIDING = {"sliding_window": 7}
-NEW = 8  # tokens to generate: from prompts within the window and beyond it, more than it holds
+NEW = 8  # tokens to generate: more than a window holds
 
 
 def scaled(kind, **keys):

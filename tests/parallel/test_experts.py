@@ -31,7 +31,7 @@ GPT_OSS = {
 
 @pytest.fixture
 def write(run_yaml, tmp_path):
-    """Writes runs of 4 steps in float64."""
+    """Writes runs in float64."""
 
     def write(name, model, *, sequences=16, micro=4, steps=4, **changes):
         training = {"steps": steps, "batch_tokens": sequences * 64, "micro_batch_size": micro, "dtype": "float64"}

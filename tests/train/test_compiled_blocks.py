@@ -30,9 +30,7 @@ def test_equal_blocks_are_compiled_once_to_the_same_numbers(run_yaml, tmp_path, 
     assert len(attending) == 1
     assert train(run_yaml(run={"name": "plain"}, **sections, log=QUIET), "training.compile=false") == 0
     plain, compiled = (losses(tmp_path / "runs" / name) for name in ("plain", "compiled"))
-    for (_, loss, norm), (_, compiled_loss, compiled_norm) in zip(plain, compiled, strict=True):
-        assert loss == pytest.approx(compiled_loss, abs=0.01)
-        assert norm == pytest.approx(compiled_norm, rel=0.02)
+    assert plain == compiled  # the graphs run as they are
 
 
 @pytest.mark.parametrize("compiler", ["/no/g++", "false", ""])

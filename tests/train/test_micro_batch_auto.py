@@ -56,13 +56,13 @@ def test_a_size_fits_on_all_ranks_and_changes_nothing_else(tmp_path, run_yaml, r
         "model": {"num_hidden_layers": 1},
         "data": {"validation": None},
     }
-    training = {"steps": 2, "batch_tokens": 512}
+    training = {"steps": 2}
     run_yaml(training=training | {"micro_batch_size": "auto"}, **changes)
     said = ranks.call(weft_with_one_trial, 2, tmp_path, ["train", "run.yaml"], seconds=200)
     assert [code for code, _ in said] == [0, 0], said
     run = tmp_path / "runs" / "demo"
     found = json.loads((run / "manifest.json").read_text())["micro_batch_trials"]
-    assert [one["size"] for one in found["tried"]] == [1, 2]  # 4 sequences on each rank, which do not fit
+    assert [one["size"] for one in found["tried"]] == [1, 2]  # 8 sequences on each rank, of which 4 do not fit
     assert found["no_memory"] == 4
     chosen = found["chosen"]
     assert chosen in (1, 2)

@@ -250,23 +250,25 @@ def test_a_store_that_cannot_be_read_is_named_and_nothing_starts_over(s3, run, c
 def test_a_lost_run_continues_from_the_store(s3, run, tmp_path):
     run("run.name=whole", "checkpoint.remote=null")
     made = run("training.steps=2")
-    recorded = "".join(path.read_text() for path in made.rglob("*.json*")) + (made / "config.yaml").read_text()
-    assert SECRET not in recorded
     shutil.rmtree(made)
     assert losses(run("--accept-changes")) == losses(tmp_path / "runs" / "whole")
     assert [path.name for path in checkpoints(made)] == ["step-00000002", "step-00000004"]
     assert complete(s3) == ["step-00000002", "step-00000004"]
 
 
-def test_incomplete_uploads_are_deleted(s3, run):
+def test_a_new_host_downloads_the_run_and_deletes_incomplete_uploads(s3, run, capsys):
     """A kill leaves an upload without its marker, and parts of a large object, which are not even listed."""
-    run("training.steps=2")
+    made = run("training.steps=2")
+    recorded = "".join(path.read_text() for path in made.rglob("*.json*")) + (made / "config.yaml").read_text()
+    assert SECRET not in recorded
     (folder,) = {name.split("/step-")[0] for name in markers(s3)}
     s3.pipe_file(f"{folder}/step-00000001/shard.safetensors", b"half")
     key = f"{folder}/step-00000001/large.safetensors".removeprefix("bucket/")
     for name in (key, "of/another/run"):
         s3.call_s3("create_multipart_upload", Bucket="bucket", Key=name)
-    run()
+    shutil.rmtree(made)
+    run("--accept-changes")
+    assert "downloaded step-00000002" in capsys.readouterr().err
     s3.invalidate_cache()
     assert not s3.exists(f"{folder}/step-00000001")
     assert [one["Key"] for one in s3.list_multipart_uploads("bucket")] == ["of/another/run"]
