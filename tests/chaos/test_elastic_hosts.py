@@ -8,6 +8,8 @@ import pytest
 from elastic_hosts import STEPS, meshes, sections, until
 from running import losses, metrics, train, until_step
 
+from weft.observe.manifest import read_manifest
+
 pytestmark = pytest.mark.chaos
 
 
@@ -57,4 +59,5 @@ def test_a_fixed_number_of_hosts_and_a_mistake_that_no_restart_mends(run_yaml, t
     assert all(codes), said
     assert any("my mistake" in text for text in said)
     assert len(meshes(tmp_path / "runs" / "demo")) == 1
+    assert "--rendezvous 127.0.0.1:" in read_manifest(tmp_path / "runs" / "demo")["command"]
     assert [step for step, *_ in losses(tmp_path / "runs" / "demo")] == [1]

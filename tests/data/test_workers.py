@@ -114,7 +114,7 @@ class Joined:
 
     def __del__(self):
         if os.getpid() != self.made_by:
-            time.sleep(600)
+            time.sleep(30)
 
 
 class Collects(Deadly):

@@ -378,8 +378,8 @@ def matrix() -> list[Case]:
 
 # What `make test` runs of it: every axis, model of `MODELS` and family of objectives, and the schedules that no other
 # test has. As few ranks as these take: each costs a second of a core; and half of the layers, where this is enough.
-# `test_callbacks_on_ranks.py` compares a run on `pp` with `cp`, `test_experts.py` one on `dp_replicate` with
-# `dp_shard`, and `test_between_meshes.py` one on `pp` with `tp`.
+# Other tests compare runs on two axes: `test_callbacks_on_ranks.py` on `pp` and `cp`, `test_experts.py` on
+# `dp_replicate` and `dp_shard`, and `test_between_meshes.py` on `pp` and `tp`.
 _SMALL = partial(Case, layers=2)
 SAMPLE = [
     _SMALL("dense", "dropout", {"dp_shard": 2}),
