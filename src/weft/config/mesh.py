@@ -95,8 +95,8 @@ class ParallelSection(Section):
     layers_per_fsdp_unit: int = Field(1, ge=1, le=MOST)
     """Number of layers in an FSDP2 unit, whose parameters are all-gathered together."""
     prefetch: int = Field(0, ge=0, le=MOST)
-    """Number of FSDP2 units that are all-gathered in advance; with 0, FSDP2 decides. With `ep`, at least 1, because the
-    host waits for the device in each layer with experts.
+    """Number of FSDP2 units that are all-gathered in advance; with 0, FSDP2 decides. At least 1 on CPUs, where ranks
+    otherwise wait at each all-gather, and with `ep`, because the host waits for the device in each layer with experts.
     """
     offload: Literal["none", "parameters", "optimizer"] = "none"
     """Which tensors are kept in host memory between uses. `parameters`: parameters, gradients and optimizer state;

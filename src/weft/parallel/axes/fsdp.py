@@ -22,6 +22,7 @@ from weft.parallel.local_parameters import distribute_parameters, local, local_w
 from weft.parallel.memory.offload import offload_policy
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks
 from weft.parallel.stages import embeds_at_end
+from weft.parallel.torch_private import all_gather_in_background
 from weft.parallel.world import World
 from weft.torch_private import dtensor_like
 
@@ -122,8 +123,11 @@ def shard_over_data(model: nn.Module, state: ModelState) -> nn.Module:
             end.set_unshard_in_backward(False)  # pyright: ignore[reportCallIssue]
     wrap([model], world.fsdp_mesh, policy, reshard=False)
     # The host of a rank with sharded experts waits for the device in each layer, so FSDP2 alone would start the next
-    # all-gather only afterwards.
-    count = max(parallel.prefetch, int(world.ep_fsdp_mesh is not None))
+    # all-gather only afterwards. On gloo, it would wait for each all-gather.
+    on_gloo = dist.get_backend() == "gloo"
+    if on_gloo:
+        all_gather_in_background(model)  # pyright: ignore[reportArgumentType]
+    count = max(parallel.prefetch, int(on_gloo or world.ep_fsdp_mesh is not None))
     first, final = ([end for end in state.ends[model] if isinstance(end, kind)] for kind in (nn.Embedding, nn.Linear))
     order = [unit for unit in (first, *units, final) if unit]
     prefetch_units(model, order, count, world.ep_fsdp_mesh is not None)  # pyright: ignore[reportArgumentType]
