@@ -1,11 +1,14 @@
 """The quickstart, on the beginnings of the standard library's files, with a smaller model that is not compiled."""
 
+import os
+import signal
 import sys
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from forked import Forked
 
 from weft.cli import quickstart
 from weft.cli.main import main
@@ -96,3 +99,25 @@ def test_without_a_compiler_the_model_is_not_compiled(tmp_path, monkeypatch):
     for compiler, value in (("/no/g++", "compile: false"), (sys.executable, "compile: true")):
         monkeypatch.setenv("CXX", compiler)
         assert value in quickstart.run_yaml(file, Path("home"), 20, part=4)
+
+
+STARTS = """
+import subprocess, sys
+from types import SimpleNamespace
+from weft.cli import quickstart
+
+CHILD = "import signal, sys; signal.signal(15, lambda *_: sys.exit(143)); print('begun', flush=True); signal.pause()"
+quickstart.subprocess = SimpleNamespace(Popen=lambda _: subprocess.Popen([sys.executable, "-S", "-c", CHILD]))
+quickstart.weft("train", "run.yaml")
+"""
+
+
+def test_sigterm_also_ends_the_command_that_runs():
+    process = Forked(program=STARTS)
+    try:
+        assert process.first_line() == "begun", process.stderr
+        os.kill(process.pid, signal.SIGTERM)
+        _, errors = process.communicate(30)
+    finally:
+        process.kill()
+    assert (process.returncode, errors.splitlines()[-1]) == (143, "stopped; `weft quickstart` resumes from here")

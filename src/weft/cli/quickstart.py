@@ -8,6 +8,7 @@ import hashlib
 import json
 import lzma
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from weft.files import replace_file
 from weft.formatting import amount, byte_size
-from weft.processes import cpp_compiler
+from weft.processes import cpp_compiler, signal_handler
 
 HELP = "train a small model on Python's standard library in a few minutes"
 GROUP = "start"
@@ -137,14 +138,15 @@ def weft(*arguments: str) -> None:
     """Runs a `weft` subcommand in a new process. If it fails, this process exits with the same exit code."""
     log("\n$ weft " + " ".join(quoted(a) for a in arguments))
     process = subprocess.Popen([sys.executable, "-m", "weft", *arguments])
-    while True:
-        try:
-            code = process.wait()
-            break
-        except KeyboardInterrupt:
-            continue  # the subcommand received the signal, too, and saves a checkpoint before it exits
+    with signal_handler(lambda number, _: process.send_signal(number), signal.SIGTERM, signal.SIGHUP):
+        while True:
+            try:
+                code = process.wait()
+                break
+            except KeyboardInterrupt:
+                continue  # the subcommand received the signal, too, and saves a checkpoint before it exits
     if code:
-        if code in (-2, 130, 143, -15):
+        if code in (-1, -2, -15, 129, 130, 143):
             log("stopped; `weft quickstart` resumes from here")
         raise SystemExit(128 - code if code < 0 else code)
 

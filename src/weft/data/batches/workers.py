@@ -225,5 +225,5 @@ def _describe_death(source: Source, reading: torch.Tensor, dead: list[multiproce
         step = steps.get(child.pid or -1, -1)
         last = f"; it last read step {step + 1:,}, {source.where(step)}" if step >= 0 else ""
         deaths.append(f"a data worker (process {child.pid}) {how}{last}")
-    remedy = "if memory ran out, lower data.workers; run the same command again to continue from the last checkpoint"
+    remedy = "if memory ran out, lower data.workers; the same command resumes from the last checkpoint, if there is one"
     return f"{' and '.join(deaths) or 'a data worker died'}; {remedy}"
