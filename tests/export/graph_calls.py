@@ -1,17 +1,23 @@
 """Calls exported graphs as a user's program does, and compares them with Transformers' models."""
 
+import contextlib
+import io
+import re
 import shutil
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from test_families import CASES, ROWS, build_pair, pair, texts
 
+from weft.cli.main import main
+
 NEW = 14  # tokens to generate
 
-__all__ = ["CASES", "cache", "compare", "greedy", "left_padded", "pair", "small", "texts", "with_tokenizer"]
+__all__ = ["CASES", "cache", "compare", "export_as", "greedy", "left_padded", "pair", "small", "texts"]
 
 
 def small(family, shape, **changes):
@@ -19,11 +25,17 @@ def small(family, shape, **changes):
     return build_pair(family, ROWS[family][shape] | {"num_hidden_layers": 2} | changes)[0]
 
 
-def with_tokenizer(theirs, tokenizer, folder):
-    """Saves a model as a folder of Hugging Face, with the tokenizer of another folder."""
-    theirs.save_pretrained(folder)
+def export_as(page, theirs, tokenizer, folder):
+    """Exports a model with a tokenizer from `folder/runs/run`, by the command of a page. Returns what was printed."""
+    run = folder / "runs/run"
+    theirs.save_pretrained(run)
     for file in tokenizer.iterdir():
-        shutil.copy(file, folder)
+        shutil.copy(file, run)
+    (command,) = re.findall(rf"^\$ weft (.* --to {page.stem}.*)$", page.read_text(), re.MULTILINE)
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patched.chdir(folder)
+        assert main(command.split()) == 0
+    return printed.getvalue()
 
 
 def longest(theirs):

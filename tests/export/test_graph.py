@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from graph_calls import CASES, cache, compare, greedy, left_padded, pair, small, texts, with_tokenizer
+from graph_calls import CASES, cache, compare, export_as, greedy, left_padded, pair, small, texts
 from transformers import LlamaConfig, LlamaForSequenceClassification, OPTConfig, OPTForCausalLM
 
 import weft
@@ -61,11 +61,7 @@ def experts(tmp_path_factory, tiny_tokenizer):
     """A model with experts, the folder in which the page's command exported it to `program`, and its graph.json."""
     folder = tmp_path_factory.mktemp("experts")
     theirs = small("Mixtral", "as is", vocab_size=512)
-    with_tokenizer(theirs, tiny_tokenizer, folder / "runs/run")
-    (command,) = re.findall(r"^\$ weft (.* torch)$", PAGE.read_text(), re.MULTILINE)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(folder)
-        assert main(command.split()) == 0
+    export_as(PAGE, theirs, tiny_tokenizer, folder)
     return theirs, folder, json.loads((folder / "program/graph.json").read_text())
 
 

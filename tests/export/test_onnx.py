@@ -1,7 +1,5 @@
 """`weft export --to onnx`: models that onnxruntime runs, against Transformers' models and Weft's engine."""
 
-import contextlib
-import io
 import json
 import re
 from pathlib import Path
@@ -10,7 +8,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from graph_calls import CASES, compare, pair, small, with_tokenizer
+from graph_calls import CASES, compare, export_as, pair, small
 
 import weft
 from weft.cli.main import main
@@ -58,12 +56,7 @@ def llama(tmp_path_factory, tiny_tokenizer):
     """Transformers' model, the folder in which the page's command exported it to `exported`, and what was printed."""
     folder = tmp_path_factory.mktemp("llama")
     theirs = small("Llama", "as is", vocab_size=512)
-    with_tokenizer(theirs, tiny_tokenizer, folder / "runs/run")
-    (command,) = re.findall(r"^\$ weft (.*)$", PAGE.read_text(), re.MULTILINE)
-    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(io.StringIO()) as printed:
-        patched.chdir(folder)
-        assert main(command.split()) == 0
-    return theirs, folder, printed.getvalue()
+    return theirs, folder, export_as(PAGE, theirs, tiny_tokenizer, folder)
 
 
 def test_onnxruntime_computes_what_transformers_computes(llama):

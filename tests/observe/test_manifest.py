@@ -19,6 +19,7 @@ CONFIG = {"run": {"name": "demo", "seed": 7}, "training": {"dtype": "bfloat16", 
 @pytest.mark.parametrize("program", ["bin/weft", "weft/__main__.py"])
 def test_what_is_needed_to_run_it_again(tmp_path, monkeypatch, program):
     monkeypatch.setattr(sys, "argv", [f"/usr/{program}", "train", "my run.yaml", "optimizer.lr=1e-3"])
+    monkeypatch.setenv("WEFT_COMMAND", "weft train other.yaml --nproc 2")  # of an earlier launch by this process
     path = write_manifest(tmp_path, CONFIG, ranks=4, data_digests={"train": "abc"}, peak_origin="measured")
     manifest = json.loads(path.read_text())
     assert path.name == "manifest.json"

@@ -138,13 +138,13 @@ def weft(*arguments: str) -> None:
     """Runs a `weft` subcommand in a new process. If it fails, this process exits with the same exit code."""
     log("\n$ weft " + " ".join(quoted(a) for a in arguments))
     process = subprocess.Popen([sys.executable, "-m", "weft", *arguments])
-    with signal_handler(lambda number, _: process.send_signal(number), signal.SIGTERM, signal.SIGHUP):
-        while True:
-            try:
-                code = process.wait()
-                break
-            except KeyboardInterrupt:
-                continue  # the subcommand received the signal, too, and saves a checkpoint before it exits
+
+    def pass_on(number: int, frame: object) -> None:
+        if number != signal.SIGINT:  # Ctrl-C reaches the subcommand, too
+            process.send_signal(number)
+
+    with signal_handler(pass_on, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        code = process.wait()  # after a signal, the subcommand saves a checkpoint before it exits
     if code:
         if code in (-1, -2, -15, 129, 130, 143):
             log("stopped; `weft quickstart` resumes from here")

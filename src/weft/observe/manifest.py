@@ -123,7 +123,8 @@ def now() -> str:
 
 def _command() -> str:
     """Returns the command of the run, without secrets. For a rank, it is the command that started the launcher."""
-    program, *words = shlex.split(os.environ.get(COMMAND, "")) or sys.argv
+    launcher = os.environ.get(COMMAND, "") if "RANK" in os.environ else ""
+    program, *words = shlex.split(launcher) or sys.argv
     path = Path(program)  # `__main__.py` of the package, for `python -m weft`
     return shlex.join([(path.parent if path.name == "__main__.py" else path).name or "python", *without_secrets(words)])
 
