@@ -218,9 +218,22 @@ def test_options_for_other_kinds_of_files_are_refused(tmp_path, capsys, tiny_tok
         ("a.jsonl", "\n", "no document in 1 file (all blank); name files that contain records with text"),
         ("a.csv", "text\n", "no document in 1 file (all blank); name files that contain rows with text"),
         ("a.txt", "\0", "no document in 1 file (skipped 1 binary); name files that contain text"),
+        ("a.txt", "", "no text in 1 file (1 empty document); name files that contain text"),
+        ("a.jsonl", '{"text": ""}\n' * 2, "no text in 1 file (2 empty documents); name files that contain records"),
     ],
 )
 def test_files_without_documents_are_reported_with_what_fits_them(tmp_path, capsys, tiny_tokenizer, name, text, wanted):
     (tmp_path / name).write_text(text)
     assert pack(tmp_path / name, "--tokenizer", tiny_tokenizer, "--out", tmp_path / "s") == 2
     assert wanted in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_files_without_text_beside_others_are_named(tmp_path, capsys, tiny_tokenizer):
+    for name in ("a.txt", "b.jsonl", "c.jsonl", "d.txt"):
+        (tmp_path / name).write_text("\n" if name == "c.jsonl" else "")
+    (tmp_path / "e.jsonl").write_text('{"text": ""}\n{"text": "some"}\n')
+    for _ in range(2):  # also if the store is up to date
+        assert pack(tmp_path, "--tokenizer", tiny_tokenizer, "--out", tmp_path.with_name("s")) == 0
+        names = ", ".join(str(tmp_path / name) for name in ("a.txt", "b.jsonl", "c.jsonl"))
+        assert f"warning: no text in 4 files ({names} and 1 more; see " in capsys.readouterr().err

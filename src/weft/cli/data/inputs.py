@@ -106,8 +106,12 @@ def report_skipped(console: Console, skipped: Mapping[str, int], files: Sequence
     from weft.data.sources.find import format_counts
 
     if skipped:
-        named = ", ".join(files[:3]) + (f" and {len(files) - 3:,} more{more}" if len(files) > 3 else "")
-        console.warning(f"skipped {format_counts(skipped)}" + (f" ({named})" if named else ""))
+        console.warning(f"skipped {format_counts(skipped)}" + (f" ({name_files(files, more)})" if files else ""))
+
+
+def name_files(files: Sequence[str], more: str = "") -> str:
+    """Returns the first three of some paths, and the number of the others followed by `more`."""
+    return ", ".join(files[:3]) + (f" and {len(files) - 3:,} more{more}" if len(files) > 3 else "")
 
 
 def unescape(text: str) -> str:

@@ -6,14 +6,16 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.cli.data.conversations import add_conversation_options, report_lengths, wants_conversations
-from weft.cli.data.inputs import add_inputs, check_reading_options, parse_reading, report_skipped
+from weft.cli.data.inputs import add_inputs, check_reading_options, name_files, parse_reading, report_skipped
 from weft.cli.stopping import Terminated, terminable
 from weft.formatting import byte_size, counted, rate
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from weft.data.packing.pack import Packed
     from weft.observe.console import Console
 
@@ -124,7 +126,10 @@ def report(packed: Packed, out: str, console: Console) -> None:
         noun = "pair" if stored["kind"] == "preferences" else "document"
         console.warning(f"rejected {counted(number, noun)}: {reason} (see {out}/rejects.jsonl)")
     skipped = [source["path"] for source in stored["sources"] if source.get("skipped")]
-    report_skipped(console, stored["skipped_files"], skipped, f"; see {out}/store.json")
+    more = f"; see {out}/store.json"
+    report_skipped(console, stored["skipped_files"], skipped, more)
+    if blank := [source["path"] for source in stored["sources"] if _has_no_text(source)]:
+        console.warning(f"no text in {counted(len(blank), 'file')} ({name_files(blank, more)})")
     for note, number in stored["notes"].items():
         console.warning(f"{note}: {counted(number, 'document')}")
     if stored["kind"] != "text":
@@ -139,3 +144,9 @@ def report(packed: Packed, out: str, console: Console) -> None:
         f"({stored['empty_documents']:,} empty) + {rejected:,} rejected; {counted(stored['tokens'], 'token')} of "
         f"{byte_size(stored['bytes'], 'MB')}; {speed}"
     )
+
+
+def _has_no_text(source: Mapping[str, Any]) -> bool:
+    """Whether an input file of a store is empty or blank. A shard can begin or end with a part of a file."""
+    told = source["rejected"] or "skipped" in source or "cut" in source
+    return not told and source["documents"] <= (source["size"] == 0)  # an empty text file is one empty document

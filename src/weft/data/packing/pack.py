@@ -103,7 +103,8 @@ def pack(
         range_bytes: approximate number of bytes of a unit, the range of a file that a worker reads at a time.
 
     Raises:
-        UserError: no input is found, a document cannot be read or encoded, `out` is another store, or the disk is full.
+        UserError: no input or no text is found, a document cannot be read or encoded, `out` is another store, or the
+            disk is full.
     """
     console, out, reading = console or Console(prints=False), Path(out), reading or Reading()
     encoder: Encoder = tokenizer if hasattr(tokenizer, "identity") else TextEncoder(tokenizer)  # type: ignore[arg-type]
@@ -289,13 +290,13 @@ class _PackJob:
         """Writes `tokens.idx` and `store.json`; returns the content of `store.json`.
 
         Raises:
-            UserError: no document was packed, or the totals do not add up.
+            UserError: no document with text was packed, or the totals do not add up.
         """
         from weft.data.stores.indexed import token_dtype
 
         counts, tokenizer = assembly.counts, self.encoder.open()
         check_rejected(self.out, counts.rejected, self.encoder, fail=self.fail)
-        if counts.documents == 0 and self.shard is None:
+        if counts.documents == counts.empty and self.shard is None:
             shutil.rmtree(self._folder)
             raise no_document(counts, self.files, self.reading, self.encoder)
         read = sum(source["documents"] for source in assembly.sources)

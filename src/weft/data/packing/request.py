@@ -79,7 +79,7 @@ def check_rejected(out: Path, rejected: Mapping[str, int], encoder: Encoder, *, 
 
 
 def no_document(counts: Counts, files: Files, reading: Reading, encoder: Encoder) -> UserError:
-    """Returns the error for files from which no document was packed, with the reasons in `counts`."""
+    """Returns the error for files from which no document with text was packed, with the reasons in `counts`."""
     skipped = counts.skipped_files + files.skipped
     if len(counts.rejected) == 1 and not skipped:
         ((reason, number),) = counts.rejected.items()
@@ -92,13 +92,16 @@ def no_document(counts: Counts, files: Files, reading: Reading, encoder: Encoder
     reasons = [f"{reason}: {number:,}" for reason, number in counts.rejected.items()]
     if skipped:
         reasons.append(f"skipped {format_counts(skipped)}")
+    if counts.empty:
+        reasons.append(counted(counts.empty, "empty document"))
     held = set(contents_by_format(files, reading).values())
     if reading.records:
         wanted = "records of conversations"
     else:
         wanted = "text" if held == {"text"} else f"{'rows' if held <= {'rows'} else 'records'} with text"
     why = ", ".join(reasons) or "all blank"
-    return UserError(f"no document in {counted(len(files), 'file')} ({why}); name files that contain {wanted}")
+    what = f"no {'text' if counts.empty else 'document'} in {counted(len(files), 'file')}"
+    return UserError(f"{what} ({why}); name files that contain {wanted}")
 
 
 def lock_folder(folder: Path, out: Path, request: dict[str, Any], *, overwrite: bool, keep: bool) -> int:
