@@ -35,6 +35,9 @@ def reproduce(*arguments) -> int:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, tiny_tokenizer, tiny_store, tiny_heldout):
     """A finished run of 8 steps with checkpoints of steps 6 and 8."""
+    from pool import no_measuring
+
+    no_measuring()  # of git, as in the tests that compare with this run
     folder = tmp_path_factory.mktemp("trained")
     file = folder / "run.yaml"
     config = {
@@ -142,3 +145,11 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     assert reproduce(tmp_path) == 2
     assert f"{tmp_path}: not a run directory" in capsys.readouterr().err
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("verb", [["reproduce"], ["debug", "nan"]])
+def test_a_missing_run_is_refused_before_anything_heavy_is_imported(tmp_path, capsys, monkeypatch, verb):
+    for module in ("weft.train.reproduce", "weft.train.debug_nan"):
+        monkeypatch.setitem(sys.modules, module, None)  # an import of the module fails
+    assert main([*verb, str(tmp_path / "missing")]) == 2
+    assert f"{tmp_path}/missing: not a run directory" in capsys.readouterr().err

@@ -65,15 +65,20 @@ def run_of(args: argparse.Namespace, *numbers: tuple[str, int | None, int]) -> P
         numbers: options with their values and least values, which are checked.
 
     Raises:
-        UserError: a value is too small, or this is a rank under torchrun, and `--out` is missing.
+        UserError: a value is too small, this is a rank under torchrun and `--out` is missing, or the directory is not
+            that of a run.
     """
     for option, value, least in numbers:
         if value is not None and value < least:
             raise UserError(f"{option} {value}: use a number of at least {least}")
     if "RANK" in os.environ and args.out is None:
         raise UserError("several processes need the same new directory; give --out")
+    from weft.observe.manifest import check_run_directory
+
     run = Path(args.file)
-    return run.parent if run.name == CONFIG else run
+    run = run.parent if run.name == CONFIG else run
+    check_run_directory(run)  # before torch is imported, which takes seconds
+    return run
 
 
 def repeat_on_ranks(

@@ -116,6 +116,14 @@ def read_manifest(run_directory: str | Path) -> dict[str, Any]:
     return manifest
 
 
+def check_run_directory(run: Path) -> dict[str, Any]:
+    """Returns the manifest of a run. Raises UserError if the directory is not that of a run."""
+    manifest = read_manifest(run)
+    if not manifest or not (run / "config.yaml").is_file():
+        raise UserError(f"not a run directory: it needs {MANIFEST} and config.yaml; give the directory of a run", run)
+    return manifest
+
+
 def now() -> str:
     """Returns the local time with its UTC offset, to the second."""
     return local_time(time.time())

@@ -15,14 +15,14 @@ from weft.errors import UserError
 from weft.files import read_json, replace_file, report_write_errors
 from weft.formatting import counted, first_few
 from weft.observe.events import EVENTS, read_events
-from weft.observe.manifest import read_manifest
+from weft.observe.manifest import check_run_directory, read_manifest
 from weft.observe.metrics import METRICS, read_lines
 from weft.parallel.gradients.clip import clip_gradients
 from weft.parallel.ranks import all_gather_object
 from weft.train.loop import Loop
 from weft.train.non_finite import REDUCED, Found, Place, Probe, likely_cause
 from weft.train.readings import Readings
-from weft.train.reproduce import Recorded, ReproducingLoop, check_run_directory, read_skipped
+from weft.train.reproduce import Recorded, ReproducingLoop, read_skipped
 from weft.train.stop import Outcome, StopRequest
 from weft.train.sums import BatchSums
 from weft.train.trainer import Trainer

@@ -20,7 +20,7 @@ from weft.errors import UserError
 from weft.files import hidden_folder, publish, read_json, refuse_existing, replace_file, report_write_errors
 from weft.formatting import counted, first_few, flat
 from weft.observe.events import read_events
-from weft.observe.manifest import MANIFEST, read_manifest
+from weft.observe.manifest import MANIFEST, check_run_directory, read_manifest
 from weft.observe.metrics import METRICS, read_lines
 from weft.train.given_batches import GivenBatches
 from weft.train.loop import Loop
@@ -56,14 +56,6 @@ class Recorded:
     last: int
     lines: Mapping[int, Mapping[str, Any]]
     skipped: Sequence[tuple[int, int]] = ()
-
-
-def check_run_directory(run: Path) -> dict[str, Any]:
-    """Returns the manifest of a run. Raises UserError if the directory is not that of a run."""
-    manifest = read_manifest(run)
-    if not manifest or not (run / "config.yaml").is_file():
-        raise UserError(f"not a run directory: it needs {MANIFEST} and config.yaml; give the directory of a run", run)
-    return manifest
 
 
 def read_recorded(run: Path, first: int, steps: int | None) -> Recorded:
