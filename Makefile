@@ -62,7 +62,7 @@ chaos: $(STAMP) ## inject faults into real runs, and kill a run fifty times on e
 # The clients' libraries have an environment of their own, without Weft. EXAMPLES: requests per operation of the fuzzer.
 serve-check: $(STAMP) .venv-clients/.installed ## check the server with openai, LangChain, LiteLLM, lm-evaluation-harness and a fuzzer (EXAMPLES=60), and the chat page in Chromium
 	@.venv/bin/python -m pytest -q -n 2 -m browser tests/serve $(ARGS) || [ $$? = 5 ] # 5: ARGS chooses none
-	@WEFT_PYTHON=$(CURDIR)/.venv/bin/python .venv-clients/bin/python -m pytest -q -c /dev/null -p no:cacheprovider \
+	@WEFT_PYTHON="$(CURDIR)/.venv/bin/python" .venv-clients/bin/python -m pytest -q -c /dev/null -p no:cacheprovider \
 	  --rootdir tests/serve/clients --confcutdir tests/serve/clients -o python_files='check_*.py' tests/serve/clients $(ARGS)
 
 .venv-clients/.installed: tests/serve/clients/requirements.txt
@@ -76,7 +76,7 @@ EXPORT_TOOLS := torchtitan stablehlo tvm executorch
 # LLAMA names the Python of an existing environment with llama-cpp-python, whose build takes minutes.
 LLAMA ?= .venv-llama/bin/python
 export-check: $(STAMP) $(EXPORT_TOOLS:%=.venv-%/.installed) $(if $(filter .venv-llama/bin/python,$(LLAMA)),.venv-llama/.installed) ## export all families to all targets, and run them with each target's own tool (ARGS="-k torch" for some)
-	@WEFT_LLAMA_PYTHON=$(abspath $(LLAMA)) .venv/bin/python -m pytest -q -n 2 -m export -o faulthandler_timeout=1200 tests/export $(ARGS)
+	@WEFT_LLAMA_PYTHON="$(abspath $(LLAMA))" .venv/bin/python -m pytest -q -n 2 -m export -o faulthandler_timeout=1200 tests/export $(ARGS)
 
 .venv-llama/.installed: $(STAMP) tests/export/environments/llama-requirements.txt
 	@echo "Building llama-cpp-python in .venv-llama (once, about 6 minutes) ..."
