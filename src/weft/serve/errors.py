@@ -16,6 +16,12 @@ from weft.errors import UserError, describe_exception
 
 logger = logging.getLogger("weft.serve")
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPE_NAMES = {  # of the tags that pydantic gives to the types of a key; others are not simple
+    "str": "a string",
+    "list[str]": "a list of strings",
+    "list[int]": "a list of integers",
+    "list[list[int]]": "a list of lists of integers",
+}
 CODES = {404: "unknown_url", 405: "method_not_allowed"}  # of errors that Starlette raises
 
 
@@ -147,7 +153,9 @@ def _invalid(problems: Sequence[dict[str, Any]], body: Any) -> ApiError:
         tag, known = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
         return ApiError(400, "invalid_value", f"{param!r} is {tag!r}; use one of {known}", param)
     if several:
-        why = "it has none of the supported types, which /openapi.json lists"
+        types = dict.fromkeys(TYPE_NAMES.get(tag) for one in first for tag in one["loc"][len(shared) + 1 :][:1])
+        why = "it has none of the supported types"
+        why += ", which /openapi.json lists" if None in types else f": {', '.join(map(str, types))}"
     return ApiError(400, "invalid_value", f"{param!r} is invalid: {why[:1].lower()}{why[1:]}; correct it", param)
 
 
