@@ -53,6 +53,21 @@ def test_check_tells_all_problems_and_fails(capsys):
     ]
 
 
+def test_check_of_a_run_directory_that_cannot_be_written(capsys, tmp_path, tiny_store, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "other.yaml").write_text(RUN.replace("store", str(tiny_store)) + "run: {directory: file/runs}\n")
+    assert main(["config", "check", "other.yaml"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == f"other.yaml:4: run.directory: {tmp_path}/file is not a folder; set another\n"
+    assert main(["config", "check", "other.yaml", "run.directory=new/runs"]) == 0
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    assert main(["config", "check", "other.yaml", "run.directory=new/runs"]) == 2
+    wanted = f"command line: run.directory: this user cannot write into {tmp_path}; set another folder\n"
+    assert capsys.readouterr().err == wanted
+    assert main(["config", "check", "other.yaml", "run.directory=new/runs", "--no-data"]) == 0
+
+
 def test_show_prints_yaml_that_loads(capsys, tmp_path):
     assert main(["config", "show", "run.yaml", "--no-data", "run.seed=5"]) == 0
     (tmp_path / "again.yaml").write_text(capsys.readouterr().out)

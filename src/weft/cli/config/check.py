@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,9 @@ GROUP = "run"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Reads FILE and the files that it extends, checks every key, and reads the headers of the tokenizer and the "
-        "token stores. Prints all errors, each with its file, its line and a remedy. Exits with code 0 if there are "
-        "no errors, otherwise with code 2."
+        "Reads FILE and the files that it extends, checks every key, reads the headers of the tokenizer and the token "
+        "stores, and checks that the run directory can be written (neither with --no-data). Prints all errors, each "
+        "with its file, its line and a remedy. Exits with code 0 if there are no errors, otherwise with code 2."
     )
     parser.epilog = "example: weft config check run.yaml optimizer.lr=1e-3"
     add_file(parser)
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--devices {args.devices}: use at least 1")
     ranks = args.devices or launched_ranks()
     config = RunConfig.load(args.file, args.overrides, check_data=not args.no_data, ranks=ranks, for_fit=True)
+    if not args.no_data:
+        _check_run_directory(config, args.file)
     plan = facts(config, ranks, open_data=not args.no_data)
     print(f"{args.file}: OK")
     for name, fact in plan.items():
@@ -46,6 +49,20 @@ def run(args: argparse.Namespace) -> int:
     for warning in warnings(config, _mesh(config, ranks), open_data=not args.no_data):
         Console().warning(warning)
     return 0
+
+
+def _check_run_directory(config, file: str) -> None:
+    """Raises UserError if this user cannot create the run directory, or cannot write into it."""
+    from weft.errors import UserError
+
+    run = config.run_directory.absolute()
+    found = next(path for path in (run, *run.parents) if os.path.lexists(path))
+    origin = config.origins["run.directory"]
+    where = f"{file if origin == 'default' else origin}: run.directory: "
+    if not found.is_dir():
+        raise UserError(f"{where}{found} is not a folder; set another")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise UserError(f"{where}this user cannot write into {found}; set another folder")
 
 
 def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str]:
