@@ -1,14 +1,20 @@
 """Ranks that hang are found, their stacks are written, and the run goes on without them."""
 
+import itertools
 import json
+import os
 import sys
+import time
+from pathlib import Path
 
 import forked
 import pytest
 from running import QUIET, losses
 
-from weft.launch import supervisor
+from weft.launch import hang, supervisor
+from weft.launch.rank import Rank
 from weft.launch.supervisor import Supervisor, supervise
+from weft.observe import status
 from weft.observe.status import START_SECONDS, Progress
 
 RANK = """
@@ -20,7 +26,11 @@ from weft.observe.status import alive, doing
 rank = int(os.environ["RANK"])
 join_launcher()
 first = not Path(f"began-{rank}").exists()
-Path(f"began-{rank}").touch()
+Path(f"began-{rank}").write_text(str(os.getpid()))
+
+def wait_for(reached):
+    while not reached():
+        time.sleep(0.01)
 """
 
 
@@ -33,27 +43,39 @@ def supervised(tmp_path, monkeypatch, capfd):
     """Supervise a small program on two ranks with a time-out of a second; exit code, stderr, run directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(supervisor, "FIRST_DELAY", 0.05)
+    monkeypatch.setattr(hang, "STACK_SECONDS", 60.0)
 
-    def run(program, most=5):
+    def run(program, most=5, ranks=2):
         command = [sys.executable, "-c", RANK + program]
-        code = supervise(command, 2, tmp_path / "run", Supervisor(most, hang_timeout=1.0))
+        code = supervise(command, ranks, tmp_path / "run", Supervisor(most, hang_timeout=1.0))
         return code, capfd.readouterr().err, tmp_path / "run"
 
     return run
 
 
-def test_a_suspended_rank_is_named_and_the_stacks_of_all_are_written(supervised):
+def test_a_suspended_rank_is_named_and_the_stacks_of_all_are_written(supervised, monkeypatch):
+    """The launcher looks for hangs only once the ranks hang: a loaded machine can take a second for anything else."""
+    hangs = hang.HangWatch.hangs
+    monkeypatch.setattr(hang.HangWatch, "hangs", lambda *given: Path("hung").exists() and hangs(*given))
     code, errors, run = supervised("""
 def waits_for_the_other():
+    other = Path("began-1")
+    wait_for(lambda: other.exists() and other.read_text() and
+             Path(f"/proc/{other.read_text()}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    Path("hung").touch()
     time.sleep(60)
 
+if not first:
+    Path("hung").unlink(missing_ok=True)
 for step in (5, 6, 7, 8):
     doing(f"step {step}", step=step)
 if first and rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
     doing("step 9", step=9)  # the launcher continues the rank, which then writes its stacks
-if first:
+if first and rank == 0:
     waits_for_the_other()
+elif first:
+    time.sleep(60)
 """)
     assert code == 0
     (failure,) = failures(run)
@@ -75,15 +97,50 @@ def test_without_restarts_a_hang_ends_the_run(supervised):
     assert [entry["restarted"] for entry in failures(run)] == [False]
 
 
-def test_progress_and_long_tasks_are_no_hang(supervised):
-    code, errors, run = supervised("""
-for step in (1, 2, 3): doing("step", step=step)
+def test_progress_and_long_tasks_are_no_hang(supervised, monkeypatch):
+    """The rank moves the launcher's clock, and waits until the launcher has read each report and looked for a hang."""
+
+    class Clock:
+        sleep = staticmethod(time.sleep)
+
+        @staticmethod
+        def monotonic():
+            now = os.readlink("clock")
+            Path(f"looked-{now}").touch()
+            return float(now)
+
+    os.symlink("0", "clock")
+    monkeypatch.setattr(hang, "time", Clock)
+    monkeypatch.setattr(status, "time", Clock)
+    update, reports = Progress.update, itertools.count(1)
+    monkeypatch.setattr(Rank, "update", lambda *given: (update(*given), Path(f"read-{next(reports)}").touch()))
+    code, errors, run = supervised(
+        """
+import itertools
+
+now, reports = 0.0, itertools.count(1)
+
+def pass_time(seconds):
+    global now
+    now += seconds
+    os.symlink(f"{now:g}", "next")
+    os.replace("next", "clock")
+    wait_for(Path(f"looked-{now:g}").exists)
+
+def report(what, *words, **more):
+    what(*words, **more)
+    wait_for(Path(f"read-{next(reports)}").exists)
+
+for step in (1, 2, 3):
+    report(doing, "step", step=step)
 for _ in range(5):
-    time.sleep(0.25)
-    alive()
-doing("saving", "save", may_take=60)
-time.sleep(1.3)
-""")
+    pass_time(0.9)
+    report(alive)
+report(doing, "saving", "save", may_take=60)
+pass_time(50)
+""",
+        ranks=1,
+    )
     assert (code, errors, (run / "logs").exists()) == (0, "", False)
 
 
