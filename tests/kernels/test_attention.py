@@ -109,6 +109,20 @@ def test_dropout_drops_weights_and_lets_nothing_through_between_documents():
     assert gradient[:, :, :5].abs().sum() == gradient[:, :, 9:].abs().sum() == 0
 
 
+@pytest.mark.parametrize("how", [{"dropout": 0.5}, {"scores": Scores(softcap=2.0)}])
+def test_segments_stand_for_their_mask_where_the_document_kernel_does_not_compute(how):
+    q, k, v = drawn(12, 2, 2)
+    segments = torch.tensor([rows([5, 4], 12)] * 3)
+    found = []
+    for mask in (segments, segment_mask(segments)):
+        torch.manual_seed(0)
+        found.append(attention(q, k, v, causal=True, mask=mask, **how))
+    assert torch.equal(*found)
+    assert not torch.allclose(found[0], attention(q, k, v, causal=True, mask=segments))
+    with pytest.raises(ValueError, match="dropout"):
+        attention(q, k, v, causal=True, mask=block_mask(segments), dropout=0.5)
+
+
 @pytest.mark.parametrize("blocked", [False, True])
 def test_the_operator_keeps_pytorchs_rules(blocked):
     q, k, v = (x.bfloat16() if blocked else x for x in drawn(9, 2, 2))

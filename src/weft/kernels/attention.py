@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
 
 from weft.kernels.blocked_attention import Window, blocked_attention, fits
 from weft.kernels.cross_entropy import cap
-from weft.kernels.document_attention import document_attention
+from weft.kernels.document_attention import document_attention, segment_mask
 from weft.kernels.flash import FlashMask, flash_attention
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def attention(
             made by `attention_mask`, whose form selects the kernel. A float mask is added to the scores. It must
             include ALiBi's biases, because `scores.slopes` is then ignored.
         dropout: probability of dropping an attention weight, or a function that is applied to the weights
-            `[batch, heads, seq, keys]`. The caller passes 0 outside of training.
+            `[batch, heads, seq, keys]`. The caller passes 0 outside of training. A `BlockMask` supports only 0.
         scores: scale, soft-cap, slopes and sinks of the attention scores.
 
     Returns:
@@ -75,7 +75,11 @@ def attention(
     if isinstance(mask, torch.Tensor) and mask.is_floating_point():
         scores = scores._replace(slopes=None)
     if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask, Window)):
+        if dropout:
+            raise ValueError("flex attention has no dropout; give attention_mask the dropout, for another kernel")
         return _flex(q, k, v, mask, scores)
+    if _is_segments(mask) and (dropout or scores[1:] != (None, None, None)):
+        mask = segment_mask(mask, None)  # `document_attention` computes neither
     if callable(dropout) or (not isinstance(mask, (FlashMask, Window)) and scores[1:] != (None, None, None)):
         return _unfused(q, k, v, mask, causal, dropout, scores)
     if v.shape[3] < q.shape[3]:  # the fused kernels need one head size for queries, keys and values
@@ -88,7 +92,7 @@ def attention(
         scale = q.shape[3] ** -0.5 if scores.scale is None else scores.scale
         window = mask.size if mask.size < keys else None
         return blocked_attention(q, k, v, scale, window, scores.slopes, scores.softcap)
-    if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
+    if _is_segments(mask):
         k, v = _repeat_kv(q, k, v)
         return document_attention(q, k, v, mask, scores.scale, blocked)[0]
     if mask is None and causal and 1 < queries < keys:
@@ -98,6 +102,11 @@ def attention(
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scores.scale, enable_gqa=grouped
     )
+
+
+def _is_segments(mask) -> TypeGuard[torch.Tensor]:
+    """Whether a mask is the index of each token's document (see `attention_mask`)."""
+    return isinstance(mask, torch.Tensor) and not mask.is_floating_point() and mask.dtype != torch.bool
 
 
 def alibi_slopes(heads: int, bias_max: float, device: torch.device) -> torch.Tensor:
