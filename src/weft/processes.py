@@ -148,10 +148,18 @@ def process_exists(pid: int) -> bool:
 
 def cpp_compiler() -> str | None:
     """Returns the path of the C++ compiler that `torch.compile` runs for code of CPUs; None if none works."""
+    return ask_compiler()[0]
+
+
+def ask_compiler() -> tuple[str | None, str]:
+    """Returns the path of the C++ compiler, as `cpp_compiler`; or None, and the last line of its error message."""
     path = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
     if path is None:
-        return None
-    with contextlib.suppress(OSError, subprocess.SubprocessError):  # not for this processor, no program, or it waits
+        return None, ""
+    try:
         asked = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
-        return path if asked.returncode == 0 else None  # Inductor asks the same
-    return None
+    except (OSError, subprocess.SubprocessError) as error:  # not for this processor, no program, or it waits
+        return None, str(error)
+    if asked.returncode == 0:  # Inductor asks the same
+        return path, ""
+    return None, asked.stderr.decode(errors="replace").strip().rpartition("\n")[2]

@@ -33,10 +33,15 @@ def test_equal_blocks_are_compiled_once_to_the_same_numbers(run_yaml, tmp_path, 
     assert plain == compiled  # the graphs run as they are
 
 
-@pytest.mark.parametrize("compiler", ["/no/g++", "false", ""])
-def test_a_machine_without_a_compiler_is_named_in_one_line(run_yaml, monkeypatch, capfd, compiler):
+@pytest.mark.parametrize(
+    ("compiler", "why"), [("/no/g++", ""), ("false", ""), ("", ""), ("./g++", " (g++: no license)")]
+)
+def test_a_machine_without_a_compiler_is_named_in_one_line(run_yaml, monkeypatch, capfd, tmp_path, compiler, why):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "g++").write_text("#!/bin/sh\necho g++: looking for a license >&2\necho g++: no license >&2\nexit 1\n")
+    (tmp_path / "g++").chmod(0o755)
     monkeypatch.setenv("CXX", compiler)
     assert train(run_yaml(training={"steps": 9, "compile": True}, data={"validation": None}, log=QUIET)) == 2
     said = capfd.readouterr().err
-    assert f"training.compile: CXX={compiler} is no C++ compiler that works; install g++, or set" in said
+    assert f"training.compile: CXX={compiler} is no C++ compiler that works{why}; install g++, or set" in said
     assert "Traceback" not in said

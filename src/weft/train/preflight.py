@@ -27,7 +27,7 @@ from weft.headers import read_tokenizer_header
 from weft.kernels.flash import flash_usable
 from weft.kernels.masks import flex_usable
 from weft.models.trial import try_components
-from weft.processes import cpp_compiler
+from weft.processes import ask_compiler
 from weft.train.auto_settings import DTYPES
 from weft.train.job import Job
 
@@ -89,10 +89,14 @@ def check_run(job: Job, *, verify: bool) -> None:
 
 def check_compiler(job: Job) -> None:
     """Raises UserError if blocks are compiled for a CPU on a host without a C++ compiler."""
-    if job.config.training.compile and job.world.device.type == "cpu" and cpp_compiler() is None:
+    if not job.config.training.compile or job.world.device.type != "cpu":
+        return
+    path, why = ask_compiler()
+    if path is None:
         asked = os.environ.get("CXX")
         missing = "no C++ compiler works here" if asked is None else f"CXX={asked} is no C++ compiler that works"
-        raise UserError(f"training.compile: {missing}; install g++, or set training.compile: false")
+        why = why and f" ({why})"
+        raise UserError(f"training.compile: {missing}{why}; install g++, or set training.compile: false")
 
 
 def check_stores(job: Job, *, complete: bool) -> None:
