@@ -16,6 +16,7 @@ from typing import Any
 
 LAUNCHER = "WEFT_LAUNCHER"  # environment variable of a rank: the launcher's process id and the pipe that it reads
 COMMAND = "WEFT_COMMAND"  # of a rank: the command that started the launcher, for the manifest
+launched_by = ""  # the value of COMMAND in this rank, whose child processes do not inherit it
 ELASTIC = "WEFT_ELASTIC"  # of a rank under `weft train --rendezvous`: process id of the agent, min. and max. hosts
 EXIT_LOST = 3  # exit code: a process was killed, or hung, and the last step is not saved
 STORE_SOCKET = "WEFT_STORE_SOCKET"  # environment variable of rank 0: a listening socket for its store
@@ -24,6 +25,12 @@ STORE_SOCKET = "WEFT_STORE_SOCKET"  # environment variable of rank 0: a listenin
 def attempt() -> int:
     """Returns the number of this attempt to train, counted from 1. Weft's launcher and torchrun count restarts."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + 1
+
+
+def take_command() -> None:
+    """Moves the launcher's command from the environment of this rank to `launched_by`."""
+    global launched_by
+    launched_by = os.environ.pop(COMMAND, "") if "RANK" in os.environ else ""
 
 
 def signal_name(number: int) -> str:

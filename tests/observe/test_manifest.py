@@ -9,7 +9,9 @@ import warnings
 
 import pytest
 
+from weft import processes
 from weft.errors import UserError
+from weft.launch.local import join_launcher
 from weft.observe.logs import log_to_file, stop_log
 from weft.observe.manifest import end_session, git_state, read_manifest, write_manifest
 
@@ -29,6 +31,17 @@ def test_what_is_needed_to_run_it_again(tmp_path, monkeypatch, program):
     assert {"weft", "torch", "python", "numpy", "tokenizers"} <= manifest["versions"].keys()
     assert manifest["hardware"]["memory_bytes"] > 2**28
     assert manifest["hardware"]["cpu"]
+
+
+def test_the_command_of_a_rank_is_that_of_its_launcher_and_not_of_its_child_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "launched_by", "")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WEFT_COMMAND", "/usr/bin/weft train run.yaml --nproc 2")
+    join_launcher()
+    assert "WEFT_COMMAND" not in os.environ
+    for _ in range(2):
+        path = write_manifest(tmp_path, CONFIG)
+        assert json.loads(path.read_text())["command"] == "weft train run.yaml --nproc 2"
 
 
 def test_every_session_is_kept(tmp_path):

@@ -25,7 +25,7 @@ from weft.launch.failures import (
 from weft.launch.hang import HangWatch
 from weft.launch.rank import STACKS_SIGNAL, Rank, start_rank
 from weft.observe import status
-from weft.processes import ELASTIC, EXIT_LOST, LAUNCHER, die_with, signal_handler
+from weft.processes import ELASTIC, EXIT_LOST, LAUNCHER, die_with, signal_handler, take_command
 from weft.train.stop import reserve, stop_within
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask a run to save and exit
@@ -256,6 +256,7 @@ def join_launcher() -> None:
     """Connects this rank to the local launcher that started it, if any. The rank is killed when the launcher ends."""
     if ELASTIC in os.environ:
         die_with(int(os.environ[ELASTIC].split()[0]))
+    take_command()
     launcher = os.environ.pop(LAUNCHER, None)  # child processes must not connect to the launcher
     if launcher is not None:
         process, pipe, stacks = map(int, launcher.split())

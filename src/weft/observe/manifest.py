@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import weft
+from weft import processes
 from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
 from weft.formatting import flat, without_secrets
-from weft.processes import COMMAND, usable_cores
+from weft.processes import usable_cores
 
 MANIFEST = "manifest.json"
 # Variables that change how GPUs and NCCL compute or use memory. No others are recorded: they can be secret.
@@ -131,8 +132,7 @@ def now() -> str:
 
 def _command() -> str:
     """Returns the command of the run, without secrets. For a rank, it is the command that started the launcher."""
-    launcher = os.environ.get(COMMAND, "") if "RANK" in os.environ else ""
-    program, *words = shlex.split(launcher) or sys.argv
+    program, *words = shlex.split(processes.launched_by) or sys.argv
     path = Path(program)  # `__main__.py` of the package, for `python -m weft`
     return shlex.join([(path.parent if path.name == "__main__.py" else path).name or "python", *without_secrets(words)])
 
