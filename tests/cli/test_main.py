@@ -1,6 +1,7 @@
 """`weft` itself: help at once, clear words for mistakes, exit codes."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from weft import cli as package
 from weft import plugins
 from weft.cli import main as cli
 from weft.errors import ConfigError, Problem, UserError
+from weft.processes import signal_handler
 
 RUN = "model: {preset: llama-tiny, vocab_size: 512}\ndata: {train: store}\ntraining: {steps: 10}\n"
 
@@ -69,6 +71,16 @@ def test_a_verb_imports_no_other_verb():
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"weft {weft.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(signal.SIGTERM, 143, "terminated\n"), (signal.SIGINT, 130, "interrupted\n")]
+)
+def test_a_signal_before_the_training_is_reported(monkeypatch, capsys, number, code, said):
+    monkeypatch.setattr("weft.config.run.RunConfig.load", lambda *_, **__: os.kill(os.getpid(), number))
+    with signal_handler(lambda *_: None, signal.SIGTERM):  # not the end of this process, at least
+        assert cli.main(["train", "run.yaml", "--nproc", "2"]) == code
+    assert capsys.readouterr().err == said
 
 
 def test_no_verb_or_a_wrong_one_is_a_mistake(capsys):

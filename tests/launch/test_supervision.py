@@ -89,6 +89,14 @@ def test_a_second_ctrl_c_kills_at_once(launch):
     assert "killed at the second Ctrl-C: rank 1 (process " in errors
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(signal.SIGTERM, 143, "terminated\n"), (signal.SIGINT, 130, "interrupted\n")]
+)
+def test_the_launcher_reports_a_signal_to_ranks_that_handle_none_yet(launch, number, code, said):
+    dies = "while not asked: time.sleep(0.01)\nsignal.signal(15, signal.SIG_DFL)\nos.kill(os.getpid(), 15)\n"
+    assert launch(dies, number) == (code, said)
+
+
 @pytest.fixture
 def half_seconds(monkeypatch):
     """For the launcher, half a second passes with each report of a rank, and no time without one, on any machine."""

@@ -28,7 +28,6 @@ from weft.errors import UserError, reported_elsewhere
 from weft.plugins import built_in, built_ins, plugins
 
 GROUPS = ("start", "data", "train", "use")
-HANDLE_SIGTERM = ("weft train", "weft quickstart")  # training saves a checkpoint at SIGTERM
 COLLECT_EVERY = 50_000  # objects; at Python's 700, collections take a sixth of the time of imports
 
 PAGE = """\
@@ -194,7 +193,9 @@ def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
             args.words = argv[1:]  # for verbs that run in several processes
         except SystemExit as leaving:  # argparse has printed its help (code 0) or the error (code 2)
             return int(leaving.code or 0)
-        with one_line_warnings(), nullcontext() if command in HANDLE_SIGTERM else terminable():
+        # `weft quickstart` passes the signal on. A rank that does not train yet dies, and its launcher reports that.
+        default = command == "weft quickstart" or (command == "weft train" and "RANK" in os.environ)
+        with one_line_warnings(), nullcontext() if default else terminable():
             return int(verb.run(args) or 0)
     except UserError as error:
         if not reported_elsewhere(error):

@@ -11,7 +11,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.cli.stopping import terminable
 from weft.errors import UserError
 
 if TYPE_CHECKING:
@@ -91,8 +90,7 @@ def run_on_ranks(
         return train_elastic(command, nproc, run_directory, hosts)
     if not config.parallel.auto:  # the ranks choose the mesh
         check_mesh(config, nproc)
-    with terminable():  # this process does not handle SIGTERM yet
-        config = _pack(config, Console(), fresh)  # before ranks start
+    config = _pack(config, Console(), fresh)  # before ranks start
     if supervisor is not None:
         supervisor.hang_timeout = config.training.hang_timeout
     if nproc == 1 and not (supervisor and supervisor.needed):

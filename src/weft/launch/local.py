@@ -206,7 +206,9 @@ class LocalRanks:
             return Verdict(None, 0)
         stopped = (-signal.SIGTERM, -signal.SIGINT, *EXIT_BY_SIGNAL)
         if self.received and all(rank.exitcode in stopped for rank in failures.values()):
-            return Verdict(None, 128 + self.received[0])
+            silent = self.ranks[0].exitcode < 0  # it did not handle signals yet, so it said nothing
+            how = "interrupted" if self.received[0] == signal.SIGINT else "terminated"
+            return Verdict(None, 128 + self.received[0], how if silent else "")
         if self.ending is not None:  # what the launcher asked for after the first failure is not a failure
             first = {n: f for n, f in failures.items() if (f.ended or 0) <= self.ending or f.exitcode not in stopped}
             failures = first or failures
