@@ -68,18 +68,14 @@ def attention(
     """
     queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     blocked = not dropout and scores.sinks is None and fits(q, k, v)
-    if isinstance(mask, Window) and not blocked:
+    if isinstance(mask := _supported(mask, dropout, scores), Window) and not blocked:
         mask = _causal_mask(queries, keys, q.device, mask.size)
     elif mask is None and causal and blocked:
         mask = Window(keys)
     if isinstance(mask, torch.Tensor) and mask.is_floating_point():
         scores = scores._replace(slopes=None)
     if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask, Window)):
-        if dropout:
-            raise ValueError("flex attention has no dropout; give attention_mask the dropout, for another kernel")
         return _flex(q, k, v, mask, scores)
-    if _is_segments(mask) and (dropout or scores[1:] != (None, None, None)):
-        mask = segment_mask(mask, None)  # `document_attention` computes neither
     if callable(dropout) or (not isinstance(mask, (FlashMask, Window)) and scores[1:] != (None, None, None)):
         return _unfused(q, k, v, mask, causal, dropout, scores)
     if v.shape[3] < q.shape[3]:  # the fused kernels need one head size for queries, keys and values
@@ -107,6 +103,13 @@ def attention(
 def _is_segments(mask) -> TypeGuard[torch.Tensor]:
     """Whether a mask is the index of each token's document (see `attention_mask`)."""
     return isinstance(mask, torch.Tensor) and not mask.is_floating_point() and mask.dtype != torch.bool
+
+
+def _supported(mask, dropout, scores: Scores):
+    """Returns the mask in place of segments if `document_attention` does not support the other options."""
+    if dropout and mask is not None and not isinstance(mask, (torch.Tensor, FlashMask, Window)):
+        raise ValueError("flex attention has no dropout; give attention_mask the dropout, for another kernel")
+    return segment_mask(mask) if _is_segments(mask) and (dropout or scores[1:] != (None, None, None)) else mask
 
 
 def alibi_slopes(heads: int, bias_max: float, device: torch.device) -> torch.Tensor:
