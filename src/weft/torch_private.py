@@ -235,9 +235,8 @@ def pack_int4(integers: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor
     return values, torch.stack((scale.T, torch.zeros_like(scale.T)), -1)
 
 
-# ---- collectives that autograd and torch.compile follow; PyTorch 2.13 has new names for three of them
+# ---- collectives that autograd and torch.compile follow; PyTorch 2.13 has new names for two of them
 
-all_gather_autograd = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
 all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 reduce_scatter_autograd = (
     getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd

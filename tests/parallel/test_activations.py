@@ -225,7 +225,7 @@ def test_what_is_refused(run_yaml):
 
 
 ON_RANKS = [
-    pytest.param("gqa", {"dp_shard": 2, "tp": 2}, "selective", marks=pytest.mark.long),
+    ("gqa", {"dp_shard": 2, "tp": 2}, "selective"),
     pytest.param("moe", {"dp_shard": 2, "ep": 2}, "selective", marks=pytest.mark.long),
     ("moe", {"dp_shard": 2, "ep": 2}, "budget-0.5"),
     ("gqa", {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, "budget-0.5"),

@@ -8,8 +8,10 @@ import json
 import math
 from collections import defaultdict
 
+import gathered_parts
 import imagined
 import pytest
+import torch
 from matrix import ranks_of
 from pool import Pool
 from wire import MARK, Wire
@@ -136,10 +138,11 @@ def copies(ranks):
 def tensor(tp, *, cp=1, micro=1, item=FLOAT32, computed_again=False, moe=False):
     """Tokens are gathered for attention, the MLP and the head; those two's sums and the embedding's are scattered.
 
-    Backward is the mirror. Computed again is a layer up to its last product.
+    Backward is the mirror, and gathers a layer's tokens again, of which a rank keeps its own only. Computed again is a
+    layer up to its last product.
     """
-    tokens, parts = ROWS * SEQ // cp, 2 * LAYERS + 1
-    message, again = tokens * WIDTH * item, LAYERS * computed_again
+    tokens, parts, again = ROWS * SEQ // cp, 2 * LAYERS + 1, 2 * LAYERS
+    message = tokens * WIDTH * item
     of_words = {("forward", "all_gather", "tp"): times(micro, 2 * tp * tokens * FLOAT32)}  # label's logit, normalizer
     # What norms and routers learn of a rank's own tokens.
     shared = {("backward", "all_reduce", "tp"): times(parts, WIDTH * item)}
@@ -148,8 +151,8 @@ def tensor(tp, *, cp=1, micro=1, item=FLOAT32, computed_again=False, moe=False):
         {
             ("forward", "all_gather", "tp"): times(parts * micro, message),
             ("forward", "reduce_scatter", "tp"): times(parts * micro, message),
-            ("backward", "all_gather", "tp"): times((parts + 2 * again) * micro, message),
-            ("backward", "reduce_scatter", "tp"): times((parts + again) * micro, message),
+            ("backward", "all_gather", "tp"): times((parts + again) * micro, message),
+            ("backward", "reduce_scatter", "tp"): times((parts + LAYERS * computed_again) * micro, message),
         },
         of_words,
         shared,
@@ -269,10 +272,25 @@ def test_some_of_the_ranks_can_keep_what_was_gathered(count):
 # ---- the other axes
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_tensor_ranks_gather_and_scatter_each_part_of_a_layer(count, checkpointing):
     (calls,) = count({"tp": 2}, micro=2, activation_checkpointing=checkpointing)
     assert_counts(calls, add(around("tp", "tp"), tensor(2, micro=2, computed_again=checkpointing == "full")))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_tensor_parallel_layer_saves_its_shard_and_gathers_the_input_again(pool, rows):
+    found = pool.call(gathered_parts.layers, 1, rows)[0]
+    kept, again, twice = found["kept"], found["again"], found["twice"]
+    for one, other, double in zip(kept["gradients"], again["gradients"], twice["gradients"], strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(double, 2 * one)
+    whole, inner = (rows * gathered_parts.SEQ * each * NUMBER for each in (gathered_parts.WIDTH, gathered_parts.INNER))
+    assert kept["saved"] - again["saved"] == whole - whole // 2
+    assert again["saved"] >= whole // 2 + 4 * inner  # both products, the activation's result, and the last input
+    assert kept["backward"] == ["mark", "reduce_scatter"]
+    assert again["backward"] == ["all_gather", "mark", "reduce_scatter"]
+    assert twice["backward"] == 2 * again["backward"]
 
 
 def test_context_ranks_exchange_heads_or_tell_keys_and_values(count):

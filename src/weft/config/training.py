@@ -80,8 +80,8 @@ class TrainingSection(Section):
     activation_checkpointing: Literal["none", "full", "selective"] | EveryOrBudget = "none"
     """Which activations are recomputed in backward. `none`: no activations; `full`: all activations of each block;
     `every-N`: all activations of every N-th block; `selective`: all but the outputs of matrix products, attention and
-    communication; `budget-F`: keeps at most about the fraction F of the bytes of all activations, and recomputes the
-    rest at the lowest cost (docs/memory.md).
+    communication (with `tp`, the inputs of layers are gathered again); `budget-F`: keeps at most about the fraction F
+    of the bytes of all activations, and recomputes the rest at the lowest cost (docs/memory.md).
     """
     only_rows_from: int | None = Field(None, ge=1)
     """Index of the first trained row of the embedding and of the output head, counted from 0. This row and all later

@@ -252,9 +252,10 @@ def use_local_parameters(model: nn.Module, state: ModelState) -> nn.Module:
 
 def checkpoint_activations(model: nn.Module, state: ModelState) -> nn.Module:
     """Wraps the blocks that `activation_checkpointing` selects. Makes no assumption about parameters."""
-    mode, compile = state.plan.activation_checkpointing, bool(state.plan.compile)
+    mode, tp = state.plan.activation_checkpointing, state.world.tp_mesh
+    options = {"compile": bool(state.plan.compile), "tp_group": tp and tp.get_group().group_name}
     for block, number, of in numbered_blocks(model):
-        wrapper = partial(checkpointed, mode=mode, number=number, of=of, compile=compile)
+        wrapper = partial(checkpointed, mode=mode, number=number, of=of, **options)
         state.wrap(block, f"activation checkpointing ({mode})", wrapper)
     return model
 

@@ -27,9 +27,7 @@ def all_gather(x: torch.Tensor, dim: int, group: ProcessGroup, *, replicated: bo
             partial gradient, and backward reduce-scatters.
     """
     dim %= x.ndim  # PyTorch 2.13 fails with a negative dim if all dims before it have size 1
-    if replicated:
-        return _AllGatherReplicated.apply(x, dim, group)
-    return private.all_gather_autograd(x.contiguous(), dim, group)
+    return _AllGather.apply(x, dim, group, replicated)
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
@@ -70,15 +68,19 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     return _ScaleGradient.apply(x, factor)
 
 
-class _AllGatherReplicated(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group = dim, group
+    def forward(ctx, x, dim, group, replicated):
+        ctx.dim, ctx.group, ctx.replicated = dim, group, replicated
         return private.wait_tensor(private.all_gather(x.contiguous(), dim, group))
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()], None, None
+        if ctx.replicated:
+            grad = grad.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()]
+        else:
+            grad = private.wait_tensor(private.reduce_scatter_autograd(grad.contiguous(), "sum", ctx.dim, ctx.group))
+        return grad, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):

@@ -75,6 +75,13 @@ class ModelPlan:
         """The dtype of parameters, of the residual stream and, by default, of gradient reductions."""
         return torch.promote_types(self.dtype, torch.float32)
 
+    @property
+    def gathers_again(self) -> bool:
+        """Whether backward gathers the inputs of layers over `tp` again. Compiled code and checkpointed blocks decide
+        themselves what they save.
+        """
+        return self.activation_checkpointing == "none" and not self.compile
+
 
 def model_plan(config: RunConfig) -> ModelPlan:
     """Returns the plan from which the model of a run is built. `training.dtype` must not be "auto"."""

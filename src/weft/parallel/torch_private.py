@@ -1,11 +1,19 @@
-"""The private name of torch that FSDP2 on CPUs needs. `weft.torch_private` has the others."""
+"""The private names of torch that this package needs alone. `weft.torch_private` has the others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch.distributed.fsdp import FSDPModule
 
 # `weft.torch_private.NAMES` gives each of its own a reason.
-NAMES = {"torch.distributed.fsdp:FSDPModule._set_unshard_async_op": "prefetches on gloo, which has no stream"}
+NAMES = {
+    "torch.distributed.fsdp:FSDPModule._set_unshard_async_op": "prefetches on gloo, which has no stream",
+    "torch:_C._autograd._top_saved_tensors_default_hooks": "contexts of saved tensors within others, which PyTorch "
+    "does not call",
+}
 
 
 def all_gather_in_background(model: FSDPModule) -> None:
@@ -15,3 +23,8 @@ def all_gather_in_background(model: FSDPModule) -> None:
     every unit.
     """
     model._set_unshard_async_op(True)
+
+
+def hooks_of_saved_tensors() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """Returns the functions of the innermost `saved_tensors_hooks`; None outside of such contexts."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]

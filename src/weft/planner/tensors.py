@@ -17,12 +17,19 @@ class Sizes:
         state: bytes of an element of the residual stream.
         cpu: whether kernels are those of a CPU: RMS norms also save their result, and attention its transposed output.
         cp_method: value of `parallel.cp_method`.
+        gathers_again: whether backward gathers the inputs of layers over `tp` again (`ModelPlan.gathers_again`).
     """
 
     shares: Shares
     state: int
     cpu: bool
     cp_method: str
+    gathers_again: bool
+
+    @property
+    def layer_input(self) -> float:
+        """Bytes of the input of attention or an MLP, as saved for backward."""
+        return _hidden_bytes(self.shares) / (self.shares.mesh.tp if self.gathers_again else 1)
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,10 @@ def saved_tensors(sizes: Sizes, layer: int) -> Saved:
     norms = 4 if model.norm_placement == "both" else 1 if model.use_parallel_residual else 2
     extra = 1 if sizes.cpu and model.norm == "rmsnorm" else 0
     everything = residual * norms * (1 + extra) + attention + inner
-    return Saved(residual, everything, kept + kept_attention, max(widest, _ring_gradients(sizes)), freed)
+    transient = max(widest, _ring_gradients(sizes))
+    if sizes.gathers_again and shares.mesh.tp > 1:
+        transient += _hidden_bytes(shares)
+    return Saved(residual, everything, kept + kept_attention, transient, freed)
 
 
 def masks_bytes(shares: Shares) -> float:
@@ -97,7 +107,7 @@ def _attention(sizes: Sizes) -> tuple[float, float]:
     keys = (heads if model.mla is not None else groups) * (model.qk_head_dim + model.v_head_dim)
     held = tokens * (heads * model.qk_head_dim + keys) * width
     out, statistics = tokens * heads * model.v_head_dim * width, 4 * tokens * heads
-    total = tokens * model.hidden_size * width + held + out + statistics
+    total = sizes.layer_input + held + out + statistics
     if sizes.cpu and model.position == "rope":
         total += out
     if model.qk_norm:
@@ -113,10 +123,14 @@ def _attention(sizes: Sizes) -> tuple[float, float]:
     return total, kept
 
 
+def _hidden_bytes(shares: Shares) -> float:
+    """Returns the bytes of a hidden state of all tokens, in the compute dtype."""
+    return shares.tokens * shares.model.hidden_size * float(shares.width)
+
+
 def _product_bytes(shares: Shares) -> float:
-    """Returns the bytes of the last product of attention or an MLP, and of the collectives of `tp` around it."""
-    size = shares.tokens * shares.model.hidden_size * float(shares.width)
-    return size if shares.mesh.tp == 1 else size * (2 + 1 / shares.mesh.tp)
+    """Returns the bytes of the last product of attention or an MLP; with `tp`, of this rank's shard of the sum."""
+    return _hidden_bytes(shares) / shares.mesh.tp
 
 
 def _mlp(sizes: Sizes, layer: int) -> tuple[float, float, float, float]:
@@ -125,8 +139,7 @@ def _mlp(sizes: Sizes, layer: int) -> tuple[float, float, float, float]:
     tokens, width, mesh = shares.tokens, shares.width, shares.mesh
     if model.moe is None or not model.has_experts(layer):
         inner, into = max(1, model.inner_width // mesh.tp) * tokens * width, 2 if model.mlp == "gated" else 1
-        normed = tokens * model.hidden_size * width
-        return normed + 2 * into * inner, into * inner + _product_bytes(shares), into * inner, inner
+        return sizes.layer_input + 2 * into * inner, into * inner + _product_bytes(shares), into * inner, inner
     moe = model.moe
     rows, each = tokens * moe.num_experts_per_tok, max(1, (moe.moe_intermediate_size or model.inner_width) // mesh.tp)
     inner, wide = each * rows * width, rows * model.hidden_size * width
@@ -136,6 +149,6 @@ def _mlp(sizes: Sizes, layer: int) -> tuple[float, float, float, float]:
     if mesh.ep > 1:  # a token is sent once to each rank with one of its experts, and a row comes back
         kept += wide * (2 * moe.ranks_per_token(mesh.ep) / moe.num_experts_per_tok - 1)
     if moe.n_shared_experts:
-        total += tokens * (model.hidden_size + 4 * each * moe.n_shared_experts) * width
+        total += sizes.layer_input + tokens * 4 * each * moe.n_shared_experts * width
         kept += tokens * 2 * each * moe.n_shared_experts * width
     return total, kept, 2 * inner, inner

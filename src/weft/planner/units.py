@@ -227,6 +227,8 @@ class Job:
             backward = backward.plus(forward)
         elif kind == "block" and self.training.activation_checkpointing.startswith("every-"):
             backward = backward.plus(forward, repeated)
+        elif kind == "block" and self.training.activation_checkpointing == "selective":
+            backward["tp"] *= 1.5  # gathers the inputs of attention and of the MLP again
         fsdp, experts = self.groups["fsdp"], self.groups["efsdp"]
         local = work.parameters / fsdp.ranks + work.expert_parameters / experts.ranks
         total = work.parameters + work.expert_parameters

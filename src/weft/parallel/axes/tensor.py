@@ -32,6 +32,7 @@ from weft.parallel import collectives
 from weft.parallel.axes.custom_model import CustomModelCheck
 from weft.parallel.axes.vocabulary import ShardedVocabulary
 from weft.parallel.local_parameters import distribute_parameters, local
+from weft.parallel.memory.gathered_input import with_gathered
 from weft.parallel.model_state import ModelState
 from weft.parallel.randomness import WeightsDropout, draw_full_sequence
 from weft.parallel.ranks import error_on_all_ranks
@@ -103,8 +104,12 @@ def _check_quantized_blocks(model: nn.Module, ranks: int) -> None:
             )
 
 
-def shard_modules(model: nn.Module, table: dict[str, ShardingRule], state: ModelState) -> None:
-    """Replaces parameters with DTensors by the rules of `table`, and wraps the modules that have a rule."""
+def shard_modules(model: nn.Module, table: dict[str, ShardingRule], state: ModelState, *, again: bool = False) -> None:
+    """Replaces parameters with DTensors by the rules of `table`, and wraps the modules that have a rule.
+
+    Args:
+        again: whether backward gathers the inputs of layers again (`with_gathered`).
+    """
     tp, left_to_ep = state.world.tp_mesh, Experts if state.world.ep_mesh is not None else ()
     assert tp is not None
 
@@ -121,12 +126,13 @@ def shard_modules(model: nn.Module, table: dict[str, ShardingRule], state: Model
         kind = find_rule(table, path) if path else None
         if isinstance(kind, str) and kind in _WRAPPERS:
             wrapper, label = _WRAPPERS[kind]
-            state.wrap(module, f"tp: {label}", partial(wrapper, module, tp.get_group()))
+            options = {"again": True} if again and wrapper is _part else {}
+            state.wrap(module, f"tp: {label}", partial(wrapper, module, tp.get_group(), **options))
 
 
 def shard_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelState) -> None:
     """Shards the decoder by `table`, and makes its modules compute with this rank's heads, tokens and vocabulary."""
-    shard_modules(model, table, state)
+    shard_modules(model, table, state, again=state.plan.gathers_again)
     tp = state.world.tp_mesh
     assert tp is not None
     group, rank, ranks = tp.get_group(), tp.get_local_rank(), tp.size()
@@ -176,8 +182,10 @@ def local_positions(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.T
 # Wrappers of forward methods. The closures use only what torch.compile can trace.
 
 
-def _part(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
+def _part(module: nn.Module, group: dist.ProcessGroup, forward: Callable, *, again: bool = False) -> Callable:
     """Wraps the forward of a module with the rule 'part': all-gathers the input, reduce-scatters the partial output.
+
+    With `again`, backward gathers the input again.
 
     In a mixture of experts, every rank computes the same auxiliary loss. So the wrapper divides the weight of the
     auxiliary loss by the number of ranks.
@@ -187,7 +195,10 @@ def _part(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Cal
     def call(x, *arguments, **named):
         if has_auxiliary_loss:
             arguments = tuple(weights if weights is None else weights / ranks for weights in arguments)
-        out = forward(collectives.all_gather(x, SEQUENCE, group), *arguments, **named)
+        if again and torch.is_grad_enabled():
+            out = with_gathered(lambda full: forward(full, *arguments, **named), x, SEQUENCE, group)
+        else:
+            out = forward(collectives.all_gather(x, SEQUENCE, group), *arguments, **named)
         return collectives.reduce_scatter(out, SEQUENCE, group)
 
     return call

@@ -26,6 +26,8 @@ from weft.torch_private import (
     TorchDispatchMode,
     detached_with_version,
     set_activation_budget,
+    storage_of,
+    tree_leaves,
     tree_map_only,
     version_of,
 )
@@ -36,9 +38,17 @@ _EXPENSIVE = ATTENTION | {
     "_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor",
     "_c10d_functional::all_reduce", "_c10d_functional::all_to_all_single", "_c10d_functional::broadcast",
 }  # fmt: skip
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm", "weft::product"}  # backward needs their inputs only
+# Operations that copy values or change their shape. Backward needs no input of them.
+_PASSED_ON = {
+    "aten::view", "aten::_unsafe_view", "aten::t", "aten::transpose", "aten::split", "aten::cat", "aten::clone",
+    "aten::detach", "aten::alias", "_c10d_functional::wait_tensor", "prim::device",
+}  # fmt: skip
 
 
-def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile: bool) -> Callable:
+def checkpointed(
+    forward: Callable, mode: str, number: int, of: int, *, compile: bool, tp_group: str | None = None
+) -> Callable:
     """Wraps a block's forward with activation checkpointing. Recomputation draws the same random numbers.
 
     Args:
@@ -49,6 +59,8 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
         number: index of the block in the model, from 0 to `of` - 1.
         of: number of blocks of the model.
         compile: whether the returned function will be compiled.
+        tp_group: name of the process group of `tp`, if there is one. Its all-gathers are of a layer's input, of which
+            mode `selective` keeps this rank's shard.
 
     Raises:
         UserError: if `mode` is `every-N` and the model has fewer than N blocks.
@@ -71,7 +83,8 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
         return functools.partial(checkpoint, forward, use_reentrant=False, **contexts)
     if kind == "budget":
         return _Budget(forward, float(amount))
-    return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=_selective)
+    contexts = functools.partial(_selective, tp_group)
+    return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
 
 def _is_random_node(node: torch.fx.Node) -> bool:
@@ -79,12 +92,14 @@ def _is_random_node(node: torch.fx.Node) -> bool:
     return is_random(node.target, node.args, node.kwargs)
 
 
-def _is_expensive(op: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+def _is_expensive(tp_group: str | None, op: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Whether mode `selective` saves the result of an operation, because the operation is expensive to recompute.
 
     The result of attention is saved too, unlike in Korthikanti et al. (2022), who recompute attention.
     """
     name = op_name(op)
+    if name == "_c10d_functional::all_gather_into_tensor" and tp_group in arguments:
+        return False
     if name in ("aten::bmm", "aten::baddbmm"):
         # Attention scores are products that are larger than their factors, and are not saved.
         left, right = [x for x in arguments if isinstance(x, Tensor)][-2:]
@@ -92,15 +107,15 @@ def _is_expensive(op: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     return name in _EXPENSIVE and not is_random(op, arguments, named)
 
 
-def _policy(context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    save = _is_expensive(op, arguments, named)
+def _policy(tp_group: str | None, context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    save = _is_expensive(tp_group, op, arguments, named)
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _selective() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def _selective(tp_group: str | None) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     if get_proxy_mode() is not None:  # traced by a compiler
-        return create_selective_checkpoint_contexts(_policy)
-    return _contexts(lambda op: op_name(op) in _EXPENSIVE, lambda key, *given: _is_expensive(key[0], *given))
+        return create_selective_checkpoint_contexts(functools.partial(_policy, tp_group))
+    return _contexts(lambda op: op_name(op) in _EXPENSIVE, lambda key, *given: _is_expensive(tp_group, key[0], *given))
 
 
 class _Budget:
@@ -178,7 +193,11 @@ class _Counting(TorchDispatchMode):
 
 
 class _SaveResults(_Counting):
-    """Context manager for the forward pass: saves the operator results that the activation checkpointing mode keeps."""
+    """Context manager for the forward pass: saves the operator results that the activation checkpointing mode keeps.
+
+    A result that is only communicated, such as a partial sum over `tp`, is not kept if what the others send is: nothing
+    in backward reads it.
+    """
 
     def __init__(
         self,
@@ -189,13 +208,38 @@ class _SaveResults(_Counting):
     ):
         super().__init__(inner, saved, relevant)
         self.wanted = wanted
+        self.products: dict[int, Key] = {}  # storage -> the product that it has or copies, as far as nothing read it
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
         key = self.key(op)
-        if key is not None and self.wanted(key, args, kwargs or {}):
+        if key is not None and not self.wanted(key, args, kwargs or {}):
+            key = None
+        self._follow(op, (args, kwargs), out, saves=key is not None)
+        if key is not None:
             self.saved[key] = tree_map_only(Tensor, _Saved, out)
+            if op_name(op) in _PRODUCTS:
+                self.products[storage_of(out)] = key
         return out
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for key in self.products.values():
+            self.saved[key] = tree_map_only(_Saved, lambda saved: _Unread(saved.tensor), self.saved[key])
+
+    def _follow(self, op: Any, arguments: Any, out: Any, *, saves: bool) -> None:
+        """Forgets the products that an operation reads. Copies are followed, and so are communicated ones if saved."""
+        read, made = ({storage_of(x) for x in tree_leaves(one) if isinstance(x, Tensor)} for one in (arguments, out))
+        for storage in made - read:
+            self.products.pop(storage, None)  # that of a copy, which is freed and used again
+        found = {self.products[storage] for storage in read if storage in self.products}
+        if not found or (saves and op_name(op).startswith("_c10d_functional::")):
+            return
+        if len(found) == 1 and op_name(op) in _PASSED_ON:
+            (key,) = found
+            self.products |= dict.fromkeys(made, key)
+        else:
+            self.products = {storage: key for storage, key in self.products.items() if key not in found}
 
 
 class _ReuseResults(_Counting):
@@ -205,7 +249,17 @@ class _ReuseResults(_Counting):
         key = self.key(op)
         if key is None or key not in self.saved:
             return op(*args, **(kwargs or {}))
-        return tree_map_only(_Saved, lambda saved: saved.unchanged(op), self.saved[key])
+        return tree_map_only((_Saved, _Unread), lambda saved: saved.unchanged(op), self.saved[key])
+
+
+class _Unread:
+    """A product that is not saved, because recomputation only communicates it, and has what is received."""
+
+    def __init__(self, tensor: Tensor):
+        self.like = tensor.new_full((), torch.nan), tensor.shape
+
+    def unchanged(self, op: Any) -> Tensor:
+        return self.like[0].expand(self.like[1])
 
 
 class _Saved:
