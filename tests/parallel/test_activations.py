@@ -185,6 +185,29 @@ def test_the_compiler_keeps_less():
     assert saved("none") == none  # the budget is not left behind
 
 
+class _ReadsWithoutOperations(torch.autograd.Function):
+    """Like compiled code, such as flex attention, and kernels outside of PyTorch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.from_numpy(x.detach().numpy() ** 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("mode", ["selective", "budget-0.9"])
+def test_a_product_that_only_code_outside_of_the_dispatcher_reads_is_saved(mode):
+    def forward(x):
+        return _ReadsWithoutOperations.apply((x @ x).view(2, 8)).sum() * x
+
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    out = checkpointed(forward, mode, 0, 1, compile=False)(x)
+    assert torch.equal(*(torch.autograd.grad(one.sum(), x)[0] for one in (out, forward(x))))
+
+
 def test_a_result_written_over_is_reported():
     def forward(x):
         return (x @ x).relu_() * x  # after the product was kept

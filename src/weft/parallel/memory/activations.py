@@ -195,8 +195,8 @@ class _Counting(TorchDispatchMode):
 class _SaveResults(_Counting):
     """Context manager for the forward pass: saves the operator results that the activation checkpointing mode keeps.
 
-    A result that is only communicated, such as a partial sum over `tp`, is not kept if what the others send is: nothing
-    in backward reads it.
+    A product that is only communicated, such as a partial sum over `tp`, is not saved if the result of the collective
+    is saved, because nothing in backward reads the product.
     """
 
     def __init__(
@@ -208,7 +208,8 @@ class _SaveResults(_Counting):
     ):
         super().__init__(inner, saved, relevant)
         self.wanted = wanted
-        self.products: dict[int, Key] = {}  # storage -> the product that it has or copies, as far as nothing read it
+        self.products: dict[int, Key] = {}  # storage -> the product that it has or copies, if no operation read it
+        self.communicated: set[Key] = set()  # products that a collective with a saved result sent
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
@@ -224,18 +225,21 @@ class _SaveResults(_Counting):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for key in self.products.values():
+        # Other products stay saved: compiled code and kernels outside of the dispatcher read tensors without operations.
+        for key in self.communicated.intersection(self.products.values()):
             self.saved[key] = tree_map_only(_Saved, lambda saved: _Unread(saved.tensor), self.saved[key])
 
     def _follow(self, op: Any, arguments: Any, out: Any, *, saves: bool) -> None:
-        """Forgets the products that an operation reads. Copies are followed, and so are communicated ones if saved."""
+        """Removes the products that an operation reads, except to copy them or for a collective with a saved result."""
         read, made = ({storage_of(x) for x in tree_leaves(one) if isinstance(x, Tensor)} for one in (arguments, out))
         for storage in made - read:
             self.products.pop(storage, None)  # that of a copy, which is freed and used again
         found = {self.products[storage] for storage in read if storage in self.products}
-        if not found or (saves and op_name(op).startswith("_c10d_functional::")):
+        if not found:
             return
-        if len(found) == 1 and op_name(op) in _PASSED_ON:
+        if saves and op_name(op).startswith("_c10d_functional::"):
+            self.communicated |= found
+        elif len(found) == 1 and op_name(op) in _PASSED_ON:
             (key,) = found
             self.products |= dict.fromkeys(made, key)
         else:
@@ -253,7 +257,10 @@ class _ReuseResults(_Counting):
 
 
 class _Unread:
-    """A product that is not saved, because recomputation only communicates it, and has what is received."""
+    """Stands for a product that is not saved, because recomputation only passes it to a collective with a saved result.
+
+    NaN, so that no wrong use of it is silent.
+    """
 
     def __init__(self, tensor: Tensor):
         self.like = tensor.new_full((), torch.nan), tensor.shape
