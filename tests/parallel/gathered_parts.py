@@ -26,6 +26,24 @@ def layers(rows: int) -> dict[str, Any]:
         }
 
 
+def written_over() -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of a layer's shard, if the layer writes in place over its input: kept, and gathered again.
+
+    The layer also saves its input as another dtype.
+    """
+
+    def forward(full):
+        return full.mul_(2.0).square() + full.view(torch.complex128).abs().repeat_interleave(2, -1)
+
+    def gradient(gathers):
+        shard = torch.linspace(1.0, 2.0, 12, dtype=torch.float64).view(1, 3, 4).requires_grad_()
+        gathers(forward, shard.sin(), 1, dist.group.WORLD).sum().backward()
+        return shard.grad
+
+    with imagined(2):
+        return gradient(_kept), gradient(with_gathered)
+
+
 def _kept(forward, shard, dim, group):
     return forward(collectives.all_gather(shard, dim, group))
 

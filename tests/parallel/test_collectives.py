@@ -293,6 +293,10 @@ def test_a_tensor_parallel_layer_saves_its_shard_and_gathers_the_input_again(poo
     assert twice["backward"] == 2 * again["backward"]
 
 
+def test_a_tensor_parallel_layer_can_write_over_its_input(pool):
+    assert torch.equal(*pool.call(gathered_parts.written_over, 1)[0])
+
+
 def test_context_ranks_exchange_heads_or_tell_keys_and_values(count):
     (calls,) = count({"cp": 2, "cp_method": "all_to_all"})
     assert_counts(calls, add(around("fsdp", "fsdp"), context("all_to_all", 2, axis="fsdp"), fsdp("fsdp", 2)))

@@ -225,7 +225,7 @@ class _SaveResults(_Counting):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        # Other products stay saved: compiled code and kernels outside of the dispatcher read tensors without operations.
+        # Others stay saved: compiled code, and kernels outside of the dispatcher, read tensors without operations.
         for key in self.communicated.intersection(self.products.values()):
             self.saved[key] = tree_map_only(_Saved, lambda saved: _Unread(saved.tensor), self.saved[key])
 

@@ -48,7 +48,7 @@ class _Saved:
 
     def __init__(self, shard: Tensor, full: Tensor, dim: int, group: ProcessGroup):
         self.outer_pack, self.outer_unpack = hooks_of_saved_tensors() or (_same, _same)
-        self.shard, self.storage = self.outer_pack(shard.detach()), private.storage_of(full)
+        self.shard, self.input = self.outer_pack(shard.detach()), _identity(full)
         self.dim, self.group = dim, group
         self.views = self.unread = 0
         self.pending: Tensor | None = None
@@ -60,7 +60,7 @@ class _Saved:
             self.pending = private.all_gather(self.outer_unpack(self.shard), 0, self.group)
 
     def pack(self, tensor: Tensor) -> Any:
-        if private.storage_of(tensor) != self.storage:
+        if _identity(tensor) != self.input:
             return self.outer_pack(tensor)
         self.views += 1
         return _View(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -77,6 +77,11 @@ class _Saved:
         self.unread -= 1
         self.full = full if self.unread else None
         return full.as_strided(*saved)
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Identifies the storage of a tensor, its version (a layer can write in place over its input), and its dtype."""
+    return private.storage_of(tensor), private.version_of(tensor), tensor.dtype
 
 
 def _same(tensor: Any) -> Any:
