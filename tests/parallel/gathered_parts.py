@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from imagined import imagined
+from torch.multiprocessing.reductions import StorageWeakRef
 from wire import Wire
 
 from weft.parallel import collectives
@@ -42,6 +43,19 @@ def written_over() -> tuple[torch.Tensor, torch.Tensor]:
 
     with imagined(2):
         return gradient(_kept), gradient(with_gathered)
+
+
+def freed() -> bool:
+    """Whether backward frees the shard of a layer's input, though the layer's output still exists."""
+    with imagined(2):
+        weight = torch.ones(WIDTH, WIDTH, requires_grad=True)
+        shard = torch.ones(ROWS, SEQ, WIDTH)
+        out = with_gathered(lambda full: F.linear(full, weight), shard, 1, dist.group.WORLD)
+        storage = StorageWeakRef(shard.untyped_storage())
+        del shard
+        assert not storage.expired()
+        out.sum().backward()
+        return storage.expired()
 
 
 def _kept(forward, shard, dim, group):

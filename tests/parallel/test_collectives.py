@@ -297,6 +297,11 @@ def test_a_tensor_parallel_layer_can_write_over_its_input(pool):
     assert torch.equal(*pool.call(gathered_parts.written_over, 1)[0])
 
 
+def test_backward_frees_the_shard_of_a_tensor_parallel_layers_input(pool):
+    """A pipeline schedule holds the losses, and so the graphs, of all micro-batches of a step."""
+    assert pool.call(gathered_parts.freed, 1) == [True]
+
+
 def test_context_ranks_exchange_heads_or_tell_keys_and_values(count):
     (calls,) = count({"cp": 2, "cp_method": "all_to_all"})
     assert_counts(calls, add(around("fsdp", "fsdp"), context("all_to_all", 2, axis="fsdp"), fsdp("fsdp", 2)))

@@ -7,6 +7,7 @@ runs beside the backward pass of the layer's last product.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,8 +32,23 @@ def with_gathered(forward: Callable[..., Tensor], shard: Tensor, dim: int, group
     with saved_tensors_hooks(saved.pack, saved.unpack):
         out = forward(full)
     if out.requires_grad:
-        out.register_hook(saved.start)
+        out.register_hook(_starting(weakref.ref(saved)))
     return out
+
+
+def _starting(reference: weakref.ref[_Saved]) -> Callable[[Tensor], None]:
+    """Returns a hook of the gradient of a layer's output, which starts the all-gather.
+
+    The hook exists as long as the graph, such as a loss that a pipeline schedule holds; what autograd saved is freed
+    in backward.
+    """
+
+    def start(_: Tensor) -> None:
+        saved = reference()
+        if saved is not None:
+            saved.start()
+
+    return start
 
 
 class _View(NamedTuple):
@@ -54,8 +70,8 @@ class _Saved:
         self.pending: Tensor | None = None
         self.full: Tensor | None = None
 
-    def start(self, _: Tensor | None = None) -> None:
-        """Starts the all-gather, if backward will read the input. A hook of the gradient of the layer's output."""
+    def start(self) -> None:
+        """Starts the all-gather, if backward will read the input."""
         if self.views and self.pending is None and self.full is None:
             self.pending = private.all_gather(self.outer_unpack(self.shard), 0, self.group)
 
