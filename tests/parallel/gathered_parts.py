@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from wire import Wire
 
 from weft.parallel import collectives
+from weft.parallel.memory.activations import checkpointed
 from weft.parallel.memory.gathered_input import with_gathered
 
 ROWS, SEQ, WIDTH, INNER = 3, 4, 8, 16
@@ -87,3 +88,18 @@ def _layer(gathers, rows: int, times: int = 1) -> dict[str, Any]:
     gradients = [tensor.grad for tensor in (shard, *weights)]
     held = sum(size for storage, size in saved.items() if storage not in own)
     return {"gradients": gradients, "saved": held, "backward": [call.kind for call in wire.calls]}
+
+
+def left_after_budget(kept: float) -> int:
+    """Collectives of a block in mode `budget-X` that nothing has waited for after backward."""
+    with imagined(2):
+        torch.manual_seed(0)
+        x = torch.randn(ROWS, SEQ, WIDTH, requires_grad=True)
+        weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+        def forward(x):
+            received = collectives.reduce_scatter(F.linear(x, weight), 1, dist.group.WORLD)
+            return F.linear((x[:, : SEQ // 2] + received).sin(), weight).cos()
+
+        checkpointed(forward, f"budget-{kept}", 0, 1, compile=False)(x).sum().backward()
+        return torch._C._distributed_c10d._get_work_registry_size()

@@ -302,6 +302,11 @@ def test_backward_frees_the_shard_of_a_tensor_parallel_layers_input(pool):
     assert pool.call(gathered_parts.freed, 1) == [True]
 
 
+def test_a_block_with_a_budget_waits_for_what_it_receives_again(pool):
+    """A result that is saved replaces the operation that would have waited."""
+    assert pool.call(gathered_parts.left_after_budget, 1, 0.9) == [0]
+
+
 def test_context_ranks_exchange_heads_or_tell_keys_and_values(count):
     (calls,) = count({"cp": 2, "cp_method": "all_to_all"})
     assert_counts(calls, add(around("fsdp", "fsdp"), context("all_to_all", 2, axis="fsdp"), fsdp("fsdp", 2)))

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from weft.errors import UserError
 from weft.parallel.memory.budget import ATTENTION, Key, choose_results, is_random, op_name
 from weft.parallel.memory.host_values import is_computing, remembering
+from weft.parallel.torch_private import wait_for_received
 from weft.torch_private import (
     OpOverload,
     TorchDispatchMode,
@@ -253,6 +254,7 @@ class _ReuseResults(_Counting):
         key = self.key(op)
         if key is None or key not in self.saved:
             return op(*args, **(kwargs or {}))
+        wait_for_received((args, kwargs))  # as the operation would: PyTorch keeps a result until something waits for it
         return tree_map_only((_Saved, _Unread), lambda saved: saved.unchanged(op), self.saved[key])
 
 
