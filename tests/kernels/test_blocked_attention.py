@@ -105,6 +105,31 @@ def test_soft_caps_are_those_of_float64(softcap, factor, window):
         assert error(mine, right) < 0.012
 
 
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_a_soft_cap_in_float32_is_computed_by_blocks(window, alibi, monkeypatch):
+    """On each processor: elsewhere it needs all scores."""
+    monkeypatch.setattr(module, "FASTER", False)
+    given = [x.float() for x in tensors(seq=300, kv_heads=2, factor=2.0)]
+    how = Scores(softcap=3.0, slopes=alibi_slopes(4, 8.0, torch.device("cpu")) if alibi else None)
+    options = {"head_dim": 16, "sparse": window, "softcap": True, "slopes": how.slopes}
+    mask = attention_mask(torch.zeros(2, 300), None, dtype=torch.float32, **options)
+    seen = torch.ones(300, 300, dtype=torch.bool).tril()
+    seen = seen if window is None else seen.triu(1 - window)
+    expected = results(lambda *x: attention(*x, causal=True, mask=seen, scores=how), given, dtype=torch.float64)
+    found = results(lambda *x: attention(*x, causal=True, mask=mask, scores=how), given, dtype=torch.float32)
+    assert OPERATOR in operators(lambda: attention(*given[:3], causal=True, mask=mask, scores=how))
+    for mine, right in zip(found, expected, strict=True):
+        assert error(mine, right) < 2e-6
+
+
+def test_a_window_in_float32_is_computed_by_blocks_in_long_sequences(monkeypatch):
+    monkeypatch.setattr(module, "FASTER", False)
+    options = {"dtype": torch.float32, "head_dim": 16, "sparse": 128}
+    assert attention_mask(torch.zeros(1, 2048), None, **options) == Window(128)
+    assert isinstance(attention_mask(torch.zeros(1, 512), None, **options), torch.Tensor)
+
+
 def test_a_window_has_no_mask_of_all_tokens():
     found = attention_mask(torch.zeros(1, 1 << 20), None, dtype=torch.bfloat16, head_dim=16, sparse=1 << 12)
     assert found == Window(1 << 12)

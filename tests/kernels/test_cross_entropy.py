@@ -57,6 +57,22 @@ def test_gradients_are_those_of_finite_differences(softcap, kept, monkeypatch):
     torch.testing.assert_close(both(hidden, weight)[:, 1], logits.logsumexp(-1))
 
 
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("vocabulary", [1024, 1025])
+def test_rows_of_a_whole_number_of_pages_change_no_result(vocabulary, kept, monkeypatch):
+    if not kept:
+        small_blocks(monkeypatch, vocabulary)
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(rows, 24, requires_grad=True) for rows in (14, vocabulary))
+    labels = torch.randint(0, vocabulary, (14,))
+    found = token_logprobs(hidden, weight, labels)
+    expected = written_out(hidden.double(), weight.double(), labels)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    pairs = zip(*(torch.autograd.grad(x.sum(), (hidden, weight)) for x in (found, expected)), strict=True)
+    for mine, right in pairs:
+        torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-5)
+
+
 def test_bfloat16_gives_float32_log_probabilities():
     torch.manual_seed(0)
     hidden, weight = torch.randn(16, 32), 0.3 * torch.randn(200, 32)

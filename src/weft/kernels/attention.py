@@ -67,7 +67,7 @@ def attention(
         `[batch, heads, seq, v_head_dim]`
     """
     queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
-    blocked = not dropout and scores.sinks is None and fits(q, k, v)
+    blocked = not dropout and scores.sinks is None and fits(q, k, v, mask, scores.softcap)
     if isinstance(mask := _supported(mask, dropout, scores), Window) and not blocked:
         mask = _causal_mask(queries, keys, q.device, mask.size)
     elif mask is None and causal and blocked:

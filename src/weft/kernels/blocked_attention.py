@@ -1,10 +1,10 @@
-"""Causal attention in bfloat16 as products of oneDNN, on CPUs on which PyTorch's flash kernel is slower.
+"""Causal attention as products of blocks of queries, on CPUs, where PyTorch's flash kernel is slower.
 
 PyTorch's flash kernel for CPUs multiplies blocks with MKL, which has instructions for bfloat16 on Intel's processors
 only. On an AMD EPYC (Zen 5), forward and backward take 22 ms of a core for 8 sequences of 256 tokens with 4 heads of
 64, and the products of this module 9 ms. Like the flash kernel, it computes the scores of a block of queries at a time,
-and again in backward. Unlike there, the scores of a block are rounded to bfloat16, and with a sliding window a block of
-queries is multiplied with the keys of its windows only.
+and again in backward. Unlike there, the scores of a block are in the dtype of the queries, and with a sliding window a
+block of queries is multiplied with the keys of its windows only. So soft-caps and windows are faster in float32, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from weft.kernels.processor import features
 from weft.kernels.torch_private import softmax_backward
 
 BLOCK = 128  # queries whose scores are in memory at a time
+LONG = 1024  # tokens from which a sliding window is faster in float32 than a mask of all tokens
 
 # The processor decides, not a measurement: a resumed run must compute the same bits.
 FASTER = onednn_is_faster() and "avx512_bf16" in features()
@@ -34,17 +35,24 @@ class Window(NamedTuple):
     size: int
 
 
-def usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `blocked_attention` is faster for queries of this dtype on this device."""
-    return FASTER and dtype == torch.bfloat16 and device.type == "cpu"
+def usable(device: torch.device, dtype: torch.dtype, *, plain: bool) -> bool:
+    """Whether `blocked_attention` is faster for queries of this dtype on this device.
+
+    Args:
+        plain: whether attention has neither a soft-cap nor a sliding window in a long sequence. With these it is
+            faster in float32, too: other kernels need all scores, or a mask of all tokens.
+    """
+    faster = dtype == torch.float32 and not plain
+    return device.type == "cpu" and (faster or (FASTER and dtype == torch.bfloat16))
 
 
-def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether `blocked_attention` can compute causal attention, and is faster than PyTorch's flash kernel."""
+def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, softcap: float | None) -> bool:
+    """Whether `blocked_attention` can compute causal attention, and is faster (`usable`)."""
+    plain = softcap is None and not isinstance(mask, Window)
     if q.shape[2] != k.shape[2] or q.shape[2] == 1:
         return False
-    plain = type(q) is torch.Tensor and not torch.is_autocast_enabled("cpu")
-    return plain and all(usable(x.device, x.dtype) for x in (q, k, v))
+    own = type(q) is torch.Tensor and not torch.is_autocast_enabled("cpu")
+    return own and all(usable(x.device, x.dtype, plain=plain) for x in (q, k, v))
 
 
 @torch.library.custom_op("weft::blocked_attention", mutates_args=(), device_types="cpu", schema=_SIGNATURE)

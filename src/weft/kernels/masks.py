@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.kernels.blocked_attention import Window, usable
+from weft.kernels.blocked_attention import LONG, Window, usable
 from weft.kernels.document_attention import block_mask, run_starts, segment_mask
 from weft.kernels.flash import FlashMask, flash_usable
 
@@ -80,7 +80,8 @@ def attention_mask(
         return sparse_block_mask(segments, None, pattern)
     one_mask = segments is None  # the same for all sequences of the batch
     cpu_kernel = kind == "cpu" and dropout == 0 and built_in and pattern is None
-    if cpu_kernel and one_mask and not sinks and usable(tokens.device, dtype):
+    few = softcap or (window is not None and seq >= LONG)
+    if cpu_kernel and one_mask and not sinks and usable(tokens.device, dtype, plain=not few):
         return Window(window or seq)
     segments = torch.zeros_like(tokens) if segments is None else segments
     if alibi and slopes is not None:
