@@ -22,7 +22,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "parallel"))
 from common import measured_apart, mesh_options, write_results  # noqa: E402
 
 RANKS, SEQUENCE = 16, 4096
-WEIGHT, GRADIENT, ACTIVATION, RESIDUAL = 2, 4, 2, 4  # bytes of a number, as a run in bfloat16 has them
+WEIGHT, GRADIENT, ACTIVATION, RESIDUAL = 2, 4, 2, 2  # bytes of a number, as a run in bfloat16 has them
 LLAMA = {
     "vocab_size": 32_000,
     "hidden_size": 2048,
@@ -59,14 +59,14 @@ MESHES = [
 NOTES = """\
 - Sent: what this rank cannot but send for the collectives that it calls, whatever the algorithm: of a gathering or a
   scattered sum over n ranks (n - 1)/n of the whole, of an all-reduce twice that, of an exchange all but its own part.
-- The least: each parameter is gathered (2 bytes) once before forward and, where it was freed, once before backward; its
-  gradient (4 bytes) is summed once a step, or with each micro-batch; copies add up a rank's share of it. Between a
-  layer's parts tensor ranks gather all tokens and scatter sums; backward mirrors that, and gathers the tokens again, of
-  which a rank has saved its own only. Context ranks exchange each query, key, value and result once, or tell all others
-  their keys and values, and have their gradients back. A stage keeps what it has gathered, and passes on the residual
-  stream (4 bytes) and its gradient. A token goes once to each rank that has one of its experts, and one sum comes back,
-  if all choices are equally likely; so do the gradients. Single numbers, norms' gradients and what fills up cuts are
-  not in it.
+- The least: each parameter is gathered (2 bytes) once before forward and, where it was freed, once before backward;
+  its gradient (4 bytes) is summed once a step, or with each micro-batch; copies add up a rank's share of it. Between
+  a layer's parts tensor ranks gather all tokens and scatter sums; backward mirrors that, and gathers the tokens of
+  attention and MLP again, of which a rank has saved its own only. Context ranks exchange each query, key, value and
+  result once, or tell all others their keys and values, and have their gradients back. A stage keeps what it has
+  gathered, and passes on the residual stream (2 bytes) and its gradient. A token goes once to each rank that has one
+  of its experts, and one sum comes back, if all choices are equally likely; so do the gradients. Single numbers,
+  norms' gradients and what fills up cuts are not in it.
 - A row of 4,096 tokens a step for each data rank, two for each rank of a pipeline, one at a time; or as many as it
   says. Of a pipeline, the second rank."""
 
@@ -102,7 +102,7 @@ def least(shape: dict, mesh: dict, micro: int, checkpointing: str) -> dict[str, 
     message = tokens * width
     if tp > 1:
         parts = 2 * layers + ends / 2  # attention and MLP are gathered and scattered, the embedding or head either
-        again = (3 if checkpointing == "full" else 2) * layers
+        again = (3 if checkpointing == "full" else 1 if moe else 2) * layers
         for_tokens += (tp - 1) / tp * message * ACTIVATION * (4 * parts + again)
     if cp > 1:
         queries, keys = (SEQUENCE * each / tp * head * ACTIVATION for each in (heads, 2 * kv))

@@ -219,6 +219,19 @@ def test_a_result_written_over_is_reported():
     assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (kept, forward(x))))
 
 
+def test_selective_takes_a_block_with_a_sparse_matrix():
+    torch.manual_seed(0)
+    matrix, weight = torch.eye(4).to_sparse(), torch.randn(4, 4, requires_grad=True)
+
+    def block(x):
+        return torch.sparse.mm(matrix, x @ weight).sin()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    expected = torch.autograd.grad(block(x).sum(), (x, weight))
+    found = torch.autograd.grad(checkpointed(block, "selective", 0, 1, compile=False)(x).sum(), (x, weight))
+    assert all(map(torch.equal, found, expected))
+
+
 def test_the_knapsack_is_the_best_of_all():
     """Against every subset; sizes are multiples of a part, so that nothing is rounded."""
     chooser = torch.Generator().manual_seed(0)

@@ -232,7 +232,7 @@ class _SaveResults(_Counting):
 
     def _follow(self, op: Any, arguments: Any, out: Any, *, saves: bool) -> None:
         """Removes the products that an operation reads, except to copy them or for a collective with a saved result."""
-        read, made = ({storage_of(x) for x in tree_leaves(one) if isinstance(x, Tensor)} for one in (arguments, out))
+        read, made = map(_storages, (arguments, out))
         for storage in made - read:
             self.products.pop(storage, None)  # that of a copy, which is freed and used again
         found = {self.products[storage] for storage in read if storage in self.products}
@@ -245,6 +245,11 @@ class _SaveResults(_Counting):
             self.products |= dict.fromkeys(made, key)
         else:
             self.products = {storage: key for storage, key in self.products.items() if key not in found}
+
+
+def _storages(values: Any) -> set[int]:
+    """Returns the storages of nested tensors, without those of sparse ones, which no product or collective has."""
+    return {storage_of(x) for x in tree_leaves(values) if isinstance(x, Tensor) and x.layout == torch.strided}
 
 
 class _ReuseResults(_Counting):
