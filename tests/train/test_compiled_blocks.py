@@ -30,9 +30,7 @@ def test_equal_blocks_are_compiled_once_to_the_same_numbers(run_yaml, tmp_path, 
     assert len(attending) == 1
     assert train(run_yaml(run={"name": "plain"}, **sections, log=QUIET), "training.compile=false") == 0
     plain, compiled = (losses(tmp_path / "runs" / name) for name in ("plain", "compiled"))
-    # The graphs run as they are. On a busy machine, the norm differed once, by 3e-8 of it.
-    assert [step[:2] for step in plain] == [step[:2] for step in compiled]
-    assert [step[2] for step in plain] == pytest.approx([step[2] for step in compiled], rel=1e-7)
+    assert plain == compiled  # the graphs run as they are
 
 
 @pytest.mark.parametrize(
