@@ -59,8 +59,7 @@ class Bounds:
         kinds: list[Kind] = [(*kind, at >= layers) for at, kind in enumerate(block_kinds(job.model))]
         at = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
         works = {kind: block_work(job.shares, layer) for kind, layer in at.items()}
-        again = work.checkpointing == "none" and not job.shares.fused
-        sizes = Sizes(job.shares, job.state, cpu=self.cpu, cp_method=work.method, gathers_again=again)
+        sizes = Sizes(job.shares, job.state, self.cpu, work.method, work.checkpointing)
         saved, extra = {}, []
         for kind, layer in at.items():
             kept = saved_tensors(sizes, layer)

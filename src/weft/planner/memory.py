@@ -127,8 +127,7 @@ class _Ranks:
         self.worst, self._ends, self._kept = cache(self._worst), cache(self._ends_of), cache(self._kept_in)
 
     def _stages(self, length: int) -> list[list[_Piece]]:
-        again = self.checkpointing == "none" and not self.shares.fused
-        sizes = Sizes(self.shares, self.state, cpu=self.cpu, cp_method=self.parallel.cp_method, gathers_again=again)
+        sizes = Sizes(self.shares, self.state, self.cpu, self.parallel.cp_method, self.checkpointing)
         layers, known, blocks = self.model.num_hidden_layers, {}, []
         for layer in range(self.model.all_layers):
             key = self.model.has_experts(layer), self.model.slides(layer), layer >= layers, self._recomputes(layer)

@@ -17,14 +17,19 @@ class Sizes:
         state: bytes of an element of the residual stream.
         cpu: whether kernels are those of a CPU: RMS norms also save their result, and attention its transposed output.
         cp_method: value of `parallel.cp_method`.
-        gathers_again: whether backward gathers the inputs of layers over `tp` again (`ModelPlan.gathers_again`).
+        checkpointing: value of `training.activation_checkpointing`.
     """
 
     shares: Shares
     state: int
     cpu: bool
     cp_method: str
-    gathers_again: bool
+    checkpointing: str
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether backward gathers the inputs of layers over `tp` again, as `ModelPlan.gathers_again`."""
+        return self.checkpointing == "none" and not self.shares.fused
 
     @property
     def layer_input(self) -> float:
