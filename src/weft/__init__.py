@@ -13,7 +13,7 @@ Each public name is imported when it is first used, so `import weft` itself is f
     weft.parallelize(module, inputs, devices=8).apply(module)  # any module on several devices
 """
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all else here
 
 __all__ = [
     "Engine",

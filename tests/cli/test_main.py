@@ -1,15 +1,18 @@
 """`weft` itself: help at once, clear words for mistakes, exit codes."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import weft
 from weft import cli as package
 from weft import plugins
+from weft.__main__ import main as command
 from weft.cli import main as cli
 from weft.errors import ConfigError, Problem, UserError
 from weft.processes import signal_handler
@@ -74,13 +77,43 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"), [(signal.SIGTERM, 143, "terminated\n"), (signal.SIGINT, 130, "interrupted\n")]
+    ("number", "code", "said"),
+    [
+        (signal.SIGTERM, 143, "terminated\n"),
+        (signal.SIGHUP, 129, "terminated\n"),
+        (signal.SIGINT, 130, "interrupted\n"),
+    ],
 )
 def test_a_signal_before_the_training_is_reported(monkeypatch, capsys, number, code, said):
     monkeypatch.setattr("weft.config.run.RunConfig.load", lambda *_, **__: os.kill(os.getpid(), number))
-    with signal_handler(lambda *_: None, signal.SIGTERM):  # not the end of this process, at least
+    with signal_handler(lambda *_: None, signal.SIGTERM, signal.SIGHUP):  # not the end of this process, at least
         assert cli.main(["train", "run.yaml", "--nproc", "2"]) == code
     assert capsys.readouterr().err == said
+
+
+def test_a_closed_terminal_ends_the_command_with_its_code(verb, monkeypatch):
+    verb(lambda args: os.kill(os.getpid(), signal.SIGHUP))
+
+    def write(text):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write))
+    with signal_handler(lambda *_: None, signal.SIGHUP):
+        assert cli.main(["report"]) == 129
+
+
+def test_ctrl_c_during_the_first_imports_is_one_line(monkeypatch, capsys):
+    def find_spec(name, *_):
+        if name == "weft.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.delitem(sys.modules, "weft.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+    assert command() == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    program = "import sys; before = set(sys.modules); import weft.__main__; print(*sorted({*sys.modules} - before))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "weft weft.__main__\n"  # before it handles Ctrl-C
 
 
 def test_no_verb_or_a_wrong_one_is_a_mistake(capsys):

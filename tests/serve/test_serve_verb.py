@@ -80,11 +80,11 @@ def test_a_server_ends_after_its_requests(start):
     assert not any(secret in log for secret in (KEY, "Kalo", "Sta tu", "Traceback"))
 
 
-def test_a_second_signal_ends_the_server_at_once(start):
+def test_ctrl_c_after_a_first_signal_ends_the_server_at_once(start):
     process, client = start("--drain-timeout", "1000", "--max-batch", "1")
     with client.stream("POST", "/v1/completions", json=ENDLESS) as response:
         next(lines := response.iter_lines())
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGHUP)
         while not refuses_connections(client):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)

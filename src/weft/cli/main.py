@@ -23,7 +23,7 @@ from typing import NoReturn, TextIO
 
 import weft
 from weft import cli
-from weft.cli.stopping import Terminated, terminable
+from weft.cli.stopping import report_stop, terminable
 from weft.errors import UserError, reported_elsewhere
 from weft.plugins import built_in, built_ins, plugins
 
@@ -119,8 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command line without the program's name. Default: `sys.argv[1:]`.
 
     Returns:
-        The exit code. 0: success. 2: invalid input, or standard output cannot be written. 130: Ctrl-C. 143: SIGTERM.
-        Other codes are defined by the subcommand.
+        The exit code. 0: success. 2: invalid input, or standard output cannot be written. 129: SIGHUP. 130: Ctrl-C.
+        143: SIGTERM. Other codes are defined by the subcommand.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     gc.set_threshold(COLLECT_EVERY)
@@ -133,9 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as leaving:
-        terminated = isinstance(leaving, Terminated)
-        print("terminated" if terminated else "interrupted", file=sys.stderr)
-        return 143 if terminated else 130
+        return report_stop(leaving)
     except BrokenPipeError:
         # A closed pipe (`weft config show | head`) is no error. Python must not flush again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  weft profile run.yaml --determinism\n"
         "  torchrun --nnodes 2 --nproc-per-node 8 ... -m weft profile run.yaml --out /shared/profile\n\n"
         "exit codes: 0 success; 1 the loss is not finite; 2 an error in the input; 3 a process was killed;\n"
-        "130 Ctrl-C; 143 SIGTERM. FOLDER appears only when it is complete."
+        "129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. FOLDER appears only when it is complete."
     )
     add_run_arguments(parser)
     parser.set_defaults(**DEFAULTS)

@@ -42,8 +42,8 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Answers HTTP requests in the form of OpenAI's API with one or more models: a run's newest checkpoint, a\n"
-        "checkpoint or a Hugging Face folder. Prints one line when the server is ready. SIGINT and SIGTERM end the\n"
-        "server after the requests that it has begun."
+        "checkpoint or a Hugging Face folder. Prints one line when the server is ready. SIGINT, SIGTERM and SIGHUP\n"
+        "end the server after the requests that it has begun."
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
@@ -142,7 +142,7 @@ def _serve(args: argparse.Namespace, settings: Settings, load: Loader, world: Wo
     listener = listen() if world is None else world.agree(listen)
     load = replace(load, world=world)
     if listener is None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # the first rank ends this rank after the last request
         model = load(args.sources[0])
         gc.freeze()

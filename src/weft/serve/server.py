@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weft.errors import UserError
 from weft.observe.status import doing
+from weft.processes import signal_handler
 from weft.serve.errors import ApiError
 from weft.serve.services import Services
 
@@ -102,7 +103,7 @@ class Server(uvicorn.Server):
         self.failed = False
 
     def serve_until_signal(self, listener: socket.socket) -> int:
-        """Serves until SIGINT or SIGTERM. Returns the exit code: 1 if an engine failed.
+        """Serves until SIGINT, SIGTERM or SIGHUP. Returns the exit code: 1 if an engine failed.
 
         Raises:
             UserError: another process listens on the address.
@@ -112,7 +113,8 @@ class Server(uvicorn.Server):
             listener.listen(self.config.backlog)
         except OSError as error:
             raise _unusable(host, port, error) from None
-        self.run([listener])
+        with signal_handler(self.handle_exit, signal.SIGHUP):  # uvicorn handles SIGINT and SIGTERM
+            self.run([listener])
         if self._forced.is_set() or any(model.worker.alive for model in self._services.models):
             # The end of the interpreter takes a second, and crashes if a thread is within a step of the engine.
             logging.shutdown()

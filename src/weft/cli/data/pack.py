@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli.data.conversations import add_conversation_options, report_lengths, wants_conversations
 from weft.cli.data.inputs import add_inputs, check_reading_options, name_files, parse_reading, report_skipped
-from weft.cli.stopping import Terminated, terminable
+from weft.cli.stopping import report_stop, terminable
 from weft.formatting import byte_size, counted, rate
 
 if TYPE_CHECKING:
@@ -53,17 +52,14 @@ def run(args: argparse.Namespace) -> int:
         with terminable():
             return pack_documents(args)
     except KeyboardInterrupt as leaving:
-        terminated = isinstance(leaving, Terminated)
-        how = "terminated" if terminated else "interrupted"
-        print(f"{how}; repeat the command to resume", file=sys.stderr, flush=True)
-        return 143 if terminated else 130
+        return report_stop(leaving, "; repeat the command to resume")
 
 
 def pack_documents(args: argparse.Namespace) -> int:
     """Packs the documents, prints a report and returns the exit code.
 
     Raises:
-        KeyboardInterrupt: this process was interrupted (SIGINT) or terminated (SIGTERM).
+        KeyboardInterrupt: this process was interrupted (SIGINT) or terminated (SIGTERM, SIGHUP).
     """
     from weft.errors import UserError
 
