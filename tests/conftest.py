@@ -99,6 +99,14 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+# Functions that hold what `torch.compile` returned, with its backend, for the rest of a process. Tests replace it.
+COMPILED = {
+    "weft.kernels.attention": "_compiled_flex",
+    "weft.kernels.cross_entropy": "_compiled",
+    "weft.kernels.masks": "_compiled_create_block_mask",
+}
+
+
 @pytest.fixture(autouse=True)
 def _same_start():
     """Every test starts from the same seed, measures no device and leaves no compiled code behind.
@@ -118,6 +126,9 @@ def _same_start():
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
+    for name, function in COMPILED.items():
+        if (module := sys.modules.get(name)) is not None:
+            getattr(module, function).cache_clear()
 
 
 # --- A corpus of made-up words, its tokenizer and its token stores: made once per worker, by the public commands. ---

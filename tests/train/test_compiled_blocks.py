@@ -4,6 +4,8 @@ import pytest
 import torch
 from running import QUIET, losses, train
 
+from weft.kernels import attention, cross_entropy, masks
+
 
 def test_equal_blocks_are_compiled_once_to_the_same_numbers(run_yaml, tmp_path, monkeypatch):
     """Blocks of one class, in bfloat16: their inputs are in float32, and so is the first one's."""
@@ -31,6 +33,21 @@ def test_equal_blocks_are_compiled_once_to_the_same_numbers(run_yaml, tmp_path, 
     assert train(run_yaml(run={"name": "plain"}, **sections, log=QUIET), "training.compile=false") == 0
     plain, compiled = (losses(tmp_path / "runs" / name) for name in ("plain", "compiled"))
     assert plain == compiled  # the graphs run as they are
+
+
+@pytest.mark.xdist_group("compiled")
+@pytest.mark.parametrize("test", ["first", "second"])
+def test_no_test_gets_functions_that_an_earlier_one_compiled(monkeypatch, test):
+    """They keep the backend with which they were made: after a test with Inductor, the blocks above were traced, but
+    the loss was compiled, and the gradient norm differed by 3e-8.
+    """
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: asked.append(function) or function)
+    for function in (cross_entropy._normalize, cross_entropy._differentiate):
+        cross_entropy._compiled(function)
+    attention._compiled_flex()
+    masks._compiled_create_block_mask()
+    assert len(asked) == 4
 
 
 @pytest.mark.parametrize(
