@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.kernels import blocked_attention as module
+from weft.kernels import masks
 from weft.kernels.attention import Scores, alibi_slopes, attention
 from weft.kernels.blocked_attention import Window
 from weft.kernels.masks import attention_mask
@@ -123,6 +124,46 @@ def test_a_soft_cap_in_float32_is_computed_by_blocks(window, alibi, monkeypatch)
         assert error(mine, right) < 2e-6
 
 
+def packed(lengths, batch=2):
+    """Documents of these lengths in the first sequence, and in reverse order in the others."""
+    rows = [lengths, *[lengths[::-1]] * (batch - 1)]
+    return torch.stack([torch.arange(len(x)).repeat_interleave(torch.tensor(x)) for x in rows])
+
+
+@pytest.mark.parametrize("lengths", [None, [90, 1, 150, 59]], ids=str)
+@pytest.mark.parametrize("window", [None, 140])
+@pytest.mark.parametrize("options", [set(), {"slopes"}, {"sinks"}, {"slopes", "softcap", "sinks"}], ids=sorted)
+def test_scores_and_documents_in_float32_are_those_of_float64(lengths, window, options, monkeypatch):
+    """On each processor: elsewhere these options need all scores, or a mask of all tokens."""
+    monkeypatch.setattr(module, "FASTER", False)
+    monkeypatch.setattr(masks, "LONG", 256)
+    given, segments = [x.float() for x in tensors(seq=300, kv_heads=2, factor=2.0)], lengths and packed(lengths)
+    sinks = torch.tensor([3.0, -1.0, 0.0, 40.0], requires_grad=True) if "sinks" in options else None
+    slopes = alibi_slopes(4, 8.0, torch.device("cpu")) if "slopes" in options else None
+    how = Scores(softcap=3.0 if "softcap" in options else None, slopes=slopes, sinks=sinks)
+    seen = torch.ones(300, 300, dtype=torch.bool).tril().triu(1 - (window or 300)).expand(2, 1, 300, 300)
+    if segments is not None:
+        seen = seen & (segments.unsqueeze(2) == segments.unsqueeze(1)).unsqueeze(1)
+    settings = {"sparse": window, "softcap": "softcap" in options, "sinks": "sinks" in options, "slopes": slopes}
+    mask = attention_mask(torch.zeros(2, 300), segments, dtype=torch.float32, head_dim=16, **settings)
+
+    def run(dtype, chosen):
+        leaves = [x.to(dtype).requires_grad_() for x in given[:3]] + ([] if sinks is None else [sinks])
+        out = attention(*leaves[:3], causal=True, mask=chosen, scores=how)
+        return [out, *torch.autograd.grad(out, leaves, given[3].to(dtype))]
+
+    found = run(torch.float32, mask)
+    for mine, right in zip(found, run(torch.float64, seen), strict=True):
+        assert mine.shape == right.shape
+        assert error(mine, right) < 3e-6
+    other = window is None and not options  # plain attention, for which another kernel is faster
+    assert (OPERATOR in operators(lambda: run(torch.float32, mask))) != other
+    if isinstance(mask, Window):  # which another kernel also takes
+        torch.testing.assert_close(
+            attention(*(x.double() for x in given[:3]), causal=True, mask=mask, scores=how), run(torch.float64, seen)[0]
+        )
+
+
 def test_a_window_in_float32_is_computed_by_blocks_in_long_sequences(monkeypatch):
     monkeypatch.setattr(module, "FASTER", False)
     options = {"dtype": torch.float32, "head_dim": 16, "sparse": 128}
@@ -196,7 +237,6 @@ def test_it_computes_causal_attention_in_bfloat16_only():
         lambda: attention(q.float(), k.float(), v.float(), causal=True),
         lambda: attention(q[:, :, -1:], k, v, causal=True),  # a step of generation with a KV cache
         lambda: attention(q[:, :, -9:], k, v, causal=True),
-        lambda: attention(q, k, v, causal=True, scores=Scores(sinks=torch.zeros(4))),
     ]
     assert not any(OPERATOR in operators(one) for one in others)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -219,7 +259,8 @@ def test_backward_within_autocast_follows_forward():
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_operator_is_registered_correctly(batch):
     q, k, v, grad = tensors(batch, seq=140, kv_heads=2)
-    for more in ((), (9, torch.rand(4), 20.0)):  # a window, slopes and a soft cap
+    starts = (torch.arange(140) - 8).clamp(min=0).expand(batch, -1)
+    for more in ((), (starts, torch.rand(4), 20.0, torch.rand(4))):  # a window, slopes, a soft cap and sinks
         torch.library.opcheck(module.blocked_attention_backward, (grad, q, k, v, 0.25, *more))
         leaves = (x.detach().requires_grad_() for x in (q, k, v))
         torch.library.opcheck(module.blocked_attention, (*leaves, 0.25, *more))

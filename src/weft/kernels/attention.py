@@ -67,9 +67,10 @@ def attention(
         `[batch, heads, seq, v_head_dim]`
     """
     queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
-    blocked = not dropout and scores.sinks is None and fits(q, k, v, mask, scores.softcap)
+    plain = scores.softcap is None and scores.sinks is None and not isinstance(mask, Window)
+    blocked = not dropout and fits(q, k, v, plain=plain)
     if isinstance(mask := _supported(mask, dropout, scores), Window) and not blocked:
-        mask = _causal_mask(queries, keys, q.device, mask.size)
+        mask = _window_mask(queries, keys, q.device, mask)
     elif mask is None and causal and blocked:
         mask = Window(keys)
     if isinstance(mask, torch.Tensor) and mask.is_floating_point():
@@ -86,8 +87,7 @@ def attention(
         return flash_attention(q, k, v, mask, dropout=dropout, **settings)
     if isinstance(mask, Window):
         scale = q.shape[3] ** -0.5 if scores.scale is None else scores.scale
-        window = mask.size if mask.size < keys else None
-        return blocked_attention(q, k, v, scale, window, scores.slopes, scores.softcap)
+        return blocked_attention(q, k, v, scale, mask.first_keys(keys), scores.slopes, scores.softcap, scores.sinks)
     if _is_segments(mask):
         k, v = _repeat_kv(q, k, v)
         return document_attention(q, k, v, mask, scores.scale, blocked)[0]
@@ -130,13 +130,17 @@ def _repeat_kv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
     return (k, v) if repeats == 1 else (k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1))
 
 
-def _causal_mask(queries: int, keys: int, device: torch.device, window: int | None = None) -> torch.Tensor:
-    """Returns the causal mask, bool `[queries, keys]`. The queries belong to the last `queries` of `keys` tokens.
+def _causal_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """Returns the causal mask, bool `[queries, keys]`. The queries belong to the last `queries` of `keys` tokens."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
-    With `window`, a query sees this number of keys, with its own.
-    """
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return mask if window is None else mask.triu(keys - queries - window + 1)
+
+def _window_mask(queries: int, keys: int, device: torch.device, window: Window) -> torch.Tensor:
+    """Returns the causal mask of a `Window`, bool, which broadcasts to `[batch, heads, queries, keys]`."""
+    mask, first = _causal_mask(queries, keys, device), window.first_keys(keys)
+    if first is None:
+        return mask
+    return mask & (torch.arange(keys, device=device) >= first[:, keys - queries :].to(device).unsqueeze(2)).unsqueeze(1)
 
 
 def _unfused(q, k, v, mask, causal, dropout, how: Scores) -> torch.Tensor:

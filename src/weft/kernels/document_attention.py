@@ -180,7 +180,7 @@ def _kernels(q: torch.Tensor, lse: torch.Tensor, scale: float | None) -> tuple[C
         scale = q.shape[3] ** -0.5 if scale is None else scale
         return (
             lambda q, k, v: (blocked_attention(q, k, v, scale), None),
-            lambda grad, q, k, v: blocked_attention_backward(grad, q, k, v, scale),
+            lambda grad, q, k, v: blocked_attention_backward(grad, q, k, v, scale)[:3],
             q.dtype,
         )
     settings = {"dropout_p": 0.0, "is_causal": True, "scale": scale}

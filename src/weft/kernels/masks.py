@@ -39,8 +39,8 @@ def attention_mask(
 
     - A `BlockMask` selects flex attention, on CUDA devices.
     - The tensor `segments` itself selects `document_attention`, on CPUs.
-    - A `Window` selects `blocked_attention` for a sliding window or ALiBi without `segments`, on CPUs on which it is
-      faster.
+    - A `Window` selects `blocked_attention`, on CPUs: for soft caps, sinks and sliding windows in long sequences, and
+      for short ones and ALiBi on processors on which it is faster.
     - A float mask, which contains ALiBi's biases, selects PyTorch's fused kernel on CPUs. This kernel takes a third of
       the time of unfused attention.
     - None stands for a purely causal mask, which is fastest with PyTorch's fused kernels.
@@ -80,9 +80,10 @@ def attention_mask(
         return sparse_block_mask(segments, None, pattern)
     one_mask = segments is None  # the same for all sequences of the batch
     cpu_kernel = kind == "cpu" and dropout == 0 and built_in and pattern is None
-    few = softcap or (window is not None and seq >= LONG)
-    if cpu_kernel and one_mask and not sinks and usable(tokens.device, dtype, plain=not few):
-        return Window(window or seq)
+    masked = window is not None or slopes is not None
+    few = not plain or (masked and seq >= LONG)
+    if cpu_kernel and (masked or not plain) and usable(tokens.device, dtype, plain=not few):
+        return Window(window or seq, None if segments is None else run_starts(segments, window))
     segments = torch.zeros_like(tokens) if segments is None else segments
     if alibi and slopes is not None:
         seen = segment_mask(segments[:1] if one_mask else segments, window)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config.mesh import can_exchange_heads
+from weft.kernels.blocked_attention import LONG
 from weft.planner.work import Shares
 
 
@@ -74,14 +75,17 @@ def saved_tensors(sizes: Sizes, layer: int) -> Saved:
 
 
 def masks_bytes(shares: Shares) -> float:
-    """Returns the bytes of a micro-batch's mask on a CPU, one for each pair of tokens; 0 without a sliding window."""
+    """Returns the bytes of a micro-batch's mask on a CPU, one for each pair of tokens; 0 if there is no such mask.
+
+    Only sliding windows in short sequences have one: `weft.kernels.blocked_attention` computes the others without.
+    """
     return shares.tokens * shares.length * float(_has_mask(shares))
 
 
 def _has_mask(shares: Shares) -> bool:
     window = shares.model.sliding_window
     slides = any(map(shares.model.slides, range(shares.model.num_hidden_layers)))
-    return slides and window is not None and window < shares.length
+    return slides and window is not None and window < shares.length < LONG
 
 
 def _exchanges_heads(sizes: Sizes) -> bool:
