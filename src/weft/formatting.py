@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _AMOUNTS = ((1e12, "T", 2), (1e9, "B", 2), (1e6, "M", 1), (1e3, "k", 1))
@@ -171,17 +171,23 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def secret_variable(key: str, value: Any) -> str | None:
+def secrets_of_environment() -> dict[str, str]:
+    """Returns the secrets in environment variables: value -> name of the first such variable."""
+    return {value: name for name, value in reversed(list(os.environ.items())) if is_secret(name)}
+
+
+def secret_variable(key: str, value: Any, secrets: Mapping[str, str]) -> str | None:
     """Returns the name of the environment variable whose secret a value equals; None if the value is no secret.
 
     Names of runs, presets and types of components are no secrets, because folders and reports contain them.
 
     Args:
         key: dotted key of the value in a config.
+        secrets: result of `secrets_of_environment`, which takes longer than the rest.
     """
     if not isinstance(value, str) or len(value) < SECRET_LENGTH or _PUBLIC.search(key):
         return None
-    return next((name for name, secret in os.environ.items() if secret == value and is_secret(name)), None)
+    return secrets.get(value)
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
@@ -191,20 +197,21 @@ def without_secrets(words: Sequence[str]) -> list[str]:
     environment variable, and passwords in URLs.
     """
     shown: list[str] = []
+    secrets = secrets_of_environment()
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
         before = words[number - 1] if number else ""
         if before.startswith("--") and "=" not in before and is_secret(before):
             word = "***"
-        elif equals and value and (is_secret(name) or secret_variable(name, value)):
+        elif equals and value and (is_secret(name) or secret_variable(name, value, secrets)):
             word = f"{name}=***"
-        elif secret_variable(before, word):
+        elif secret_variable(before, word, secrets):
             word = "***"
         shown.append(_LOGIN.sub(r"\1:***@", word))
     return shown
 
 
-def masked(tree: Any, name: str = "") -> Any:
+def masked(tree: Any, name: str = "", secrets: Mapping[str, str] | None = None) -> Any:
     """Returns plain data with `***` in place of secrets.
 
     Secrets are texts whose key is that of a secret, values that equal the secret of an environment variable, and
@@ -212,11 +219,13 @@ def masked(tree: Any, name: str = "") -> Any:
 
     Args:
         name: dotted key of `tree` itself.
+        secrets: result of `secrets_of_environment`; default: found here.
     """
+    secrets = secrets_of_environment() if secrets is None else secrets
     if isinstance(tree, dict):
-        return {key: masked(value, f"{name}.{key}" if name else str(key)) for key, value in tree.items()}
+        return {key: masked(value, f"{name}.{key}" if name else str(key), secrets) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [masked(value, name) for value in tree]
+        return [masked(value, name, secrets) for value in tree]
     if not isinstance(tree, str):
         return tree
-    return "***" if is_secret(name) or secret_variable(name, tree) else _LOGIN.sub(r"\1:***@", tree)
+    return "***" if is_secret(name) or secret_variable(name, tree, secrets) else _LOGIN.sub(r"\1:***@", tree)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from weft.config.suggest import RENAMED
 from weft.config.tree import read_file, without_variables
 from weft.errors import ConfigError, Problem, UserError
 from weft.families import presets
-from weft.formatting import secret_variable
+from weft.formatting import secret_variable, secrets_of_environment
 
 _PLAIN = re.compile(r"[A-Za-z][\w./-]*( [\w./-]+)*")
 _COMMENT_COLUMN = 60
@@ -30,6 +31,7 @@ def dump_yaml(config: RunConfig, *, origins: bool = False) -> str:
         origins: whether the origin of each value is added as a comment.
     """
     lines: list[str] = []
+    spell = partial(_spell, secrets=secrets_of_environment())
     for section, content in config.as_dict().items():
         if isinstance(content, dict):
             lines.append(f"{section}:")
@@ -39,22 +41,21 @@ def dump_yaml(config: RunConfig, *, origins: bool = False) -> str:
                         lines,
                         config,
                         f"{section}.{key}",
-                        f"  {_spell(key)}: {_spell(value, f'{section}.{key}')}",
+                        f"  {spell(key)}: {spell(value, f'{section}.{key}')}",
                         origins,
                     )
             if lines[-1] == f"{section}:":
                 lines[-1] += " {}"
         elif content is not None:
-            _write(lines, config, section, f"{section}: {_spell(content, section)}", origins)
+            _write(lines, config, section, f"{section}: {spell(content, section)}", origins)
     return "\n".join(lines) + "\n"
 
 
 def dump_section(name: str, keys: Mapping[str, Any]) -> str:
     """Returns one section as YAML."""
-    return (
-        "\n".join([f"{name}:", *(f"  {_spell(key)}: {_spell(value, f'{name}.{key}')}" for key, value in keys.items())])
-        + "\n"
-    )
+    spell = partial(_spell, secrets=secrets_of_environment())
+    lines = [f"{name}:", *(f"  {spell(key)}: {spell(value, f'{name}.{key}')}" for key, value in keys.items())]
+    return "\n".join(lines) + "\n"
 
 
 def _write(lines: list[str], config: RunConfig, key: str, line: str, origins: bool) -> None:
@@ -80,12 +81,14 @@ def _left_out(config: RunConfig, section: str, key: str, value: Any) -> bool:
     return field is not None and field.default is None
 
 
-def _spell(value: Any, key: str = "") -> str:
+def _spell(value: Any, key: str = "", *, secrets: Mapping[str, str]) -> str:
     """Returns a value as YAML 1.2, in a form that readers of YAML 1.1 read as the same value.
 
     Args:
         key: dotted key of the value.
+        secrets: result of `secrets_of_environment`.
     """
+    spell = partial(_spell, secrets=secrets)
     if isinstance(value, bool) or value is None or isinstance(value, int):
         return json.dumps(value)
     if isinstance(value, float):
@@ -95,14 +98,12 @@ def _spell(value: Any, key: str = "") -> str:
         mantissa, e, exponent = text.partition("e")
         return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else text
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_spell(item, key) for item in value)}]"
+        return f"[{', '.join(spell(item, key) for item in value)}]"
     if isinstance(value, dict):
         return (
-            "{"
-            + ", ".join(f"{_spell(str(name))}: {_spell(item, f'{key}.{name}')}" for name, item in value.items())
-            + "}"
+            "{" + ", ".join(f"{spell(str(name))}: {spell(item, f'{key}.{name}')}" for name, item in value.items()) + "}"
         )
-    if (variable := secret_variable(key, value)) is not None:  # read from the environment again
+    if (variable := secret_variable(key, value, secrets)) is not None:  # read from the environment again
         return f'"${{{variable}}}"'
     text = without_variables(str(value))
     plain = _PLAIN.fullmatch(text) and text.lower() not in ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
