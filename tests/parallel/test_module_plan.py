@@ -251,9 +251,10 @@ def links(folder, bandwidth):
 
 
 def test_auto_finds_stages_where_links_are_slow_and_a_resumed_run_keeps_them(runner, net, tmp_path):
-    slow, longer = {"auto": True, "hardware": links(tmp_path, 1e-3)}, {"training": {"steps": 4}}
+    slow, longer = {"auto": True, "hardware": links(tmp_path, 1e-3)}, {"model": {"layers": 2}}
     runner.pool.run(write_run(tmp_path, "alone", net, {}, **longer), 1, seconds=120)
-    runner.pool.run(write_run(tmp_path, "staged", net, slow), 2, seconds=120)
+    shorter = longer | {"training": {"steps": 1}}
+    runner.pool.run(write_run(tmp_path, "staged", net, slow, **shorter), 2, seconds=120)
     plan, saved = read_plan("staged/plan.py"), read_saved(tmp_path / "staged" / "config.yaml")["parallel"]
     assert (plan.pp, plan.dp, plan.tp, plan.micro_batches) == (2, 1, 1, 4)
     assert saved["pp"] == 2
