@@ -4,26 +4,26 @@ import json
 
 import pytest
 from compare import compare
-from matrix import WITHIN, Case
+from matrix import LAYERS, WITHIN, Case
 from pool import RanksFailed
 
 
-def train(runner, name, mesh, teacher):
-    """Three steps beside a teacher."""
+def train(runner, name, mesh, teacher, layers=LAYERS):
+    """Steps beside a teacher."""
     objective = {"type": "objective_parts:Kept", "source": str(teacher.path)}
-    return runner.run(Case("dense", "kept", mesh), name=name, objective=objective)
+    return runner.run(Case("dense", "kept", mesh, layers), name=name, objective=objective)
 
 
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("mesh", [{"pp": 2}, pytest.param({"pp": 2, "cp": 2}, marks=pytest.mark.long)], ids=str)
 def test_a_teacher_on_a_mesh_is_that_of_one_process(runner, mesh):
-    teacher = runner.reference(Case("gqa", "kept_lora"))
-    one = train(runner, "taught", {}, teacher)
+    teacher = runner.reference(Case("gqa", "kept_lora", layers=2))
+    one = train(runner, "taught", {}, teacher, layers=2)
     assert json.loads((one.path / "manifest.json").read_text())["frozen_models"]["kept"]["path"].startswith(
         str(teacher.path)
     )
-    assert abs(one.metrics["kept"] - runner.reference(Case("dense", "kept")).metrics["kept"]).max() > 0.01
-    difference = compare(one, train(runner, "taught-on-a-mesh", mesh, teacher))
+    assert abs(one.metrics["kept"] - runner.reference(Case("dense", "kept", layers=2)).metrics["kept"]).max() > 0.01
+    difference = compare(one, train(runner, "taught-on-a-mesh", mesh, teacher, layers=2))
     assert difference.largest <= WITHIN, difference.wrong()
 
 

@@ -191,6 +191,7 @@ from weft.cli.main import main
 from weft.planner import measure_host, measure_links
 
 measure_host.CALLS, measure_links.CHUNKS = 2, 2  # rough numbers will do
+measure_host.LAYERS, measure_host.TP_COLLECTIVES, measure_host.FSDP_COLLECTIVES = 1, 12, 8
 words = ["bench", "comm", "--seconds", "0.1", "--into"]
 assert main([*words, "other.yaml"]) == 2
 assert main([*words, "here.yaml", "--plot", "links.svg"]) == 0
