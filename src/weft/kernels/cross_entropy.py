@@ -89,7 +89,7 @@ class _Logprobs(torch.autograd.Function):
     """The autograd function of `token_logprobs`.
 
     Logits are saved in the inputs' dtype, and backward overwrites them with their gradient. Only one chunk of logits at
-    a time is upcast.
+    a time is upcast. In float32, exp(logits - maximum) is saved in their place, so that backward needs no exponential.
     """
 
     @staticmethod
@@ -106,11 +106,17 @@ class _Logprobs(torch.autograd.Function):
         normalizers = all_normalizers.view(-1)
         blocks = list(slices(len(hidden), KEPT_ELEMENTS // len(weight)))
         normalize = _compiled(_normalize) if compiled else _normalize
-        logits = None
+        logits = maxima = None
+        if len(blocks) == 1 and softcap is None and hidden.dtype == wide and not compiled:
+            maxima = torch.empty_like(normalizers)
         for block in blocks:
             del logits  # else those of two blocks would need memory
             logits = _logits(hidden[block], weight)
             for rows in _chunks(logits, compiled):
+                if maxima is not None:
+                    maxima[rows] = logits[rows].amax(-1)
+                    logprobs[rows], normalizers[rows] = _normalize_in_place(logits[rows], labels[rows], maxima[rows])
+                    continue
                 chunk = normalize(logits[rows], labels[block][rows], softcap)
                 logprobs[block][rows], normalizers[block][rows] = chunk
         if vocabulary is not None and is_local is not None:
@@ -119,7 +125,7 @@ class _Logprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels, all_normalizers, is_local)
         ctx.set_materialize_grads(False)
         # Not a saved tensor: backward overwrites it, and a second backward (retain_graph) recomputes it.
-        ctx.kept = logits if len(blocks) == 1 else None
+        ctx.kept, ctx.maxima = logits if len(blocks) == 1 else None, maxima
         ctx.softcap, ctx.compiled = softcap, compiled
         return result, all_normalizers
 
@@ -132,12 +138,18 @@ class _Logprobs(torch.autograd.Function):
         label_gradient = gradient if is_local is None else gradient * is_local
         softmax_gradient = -gradient if normalizer_gradient is None else normalizer_gradient.reshape(-1) - gradient
         kept, ctx.kept = ctx.kept, None
+        maxima = ctx.maxima
         differentiate = _compiled(_differentiate) if ctx.compiled else _differentiate
 
         def overwrite(block, logits):
             for rows in _chunks(logits, ctx.compiled):
                 per_token = (x[block][rows] for x in (labels, normalizers, softmax_gradient, label_gradient))
-                differentiate(logits[rows], *per_token, ctx.softcap)
+                if maxima is None:
+                    differentiate(logits[rows], *per_token, ctx.softcap)
+                    continue
+                if kept is None:
+                    _exponentiate(logits[rows], maxima[rows])
+                _scale(logits[rows], *per_token, maxima[rows])
 
         return *head_gradients(hidden, weight, kept, overwrite, ctx.needs_input_grad), None, None, None, None
 
@@ -216,6 +228,24 @@ def _differentiate(logits, labels, normalizers, softmax_gradient, label_gradient
     if softcap is not None:
         result.mul_(1 - (capped / softcap).square())
     logits.copy_(result)
+
+
+def _exponentiate(logits, maxima):
+    """Overwrites logits `[rows, vocab]` with exp(logits - maxima), and returns them. `maxima` are `[rows]`."""
+    return logits.sub_(maxima.unsqueeze(-1)).exp_()
+
+
+def _normalize_in_place(logits, labels, maxima):
+    """As `_normalize`, for logits in float32, which `_exponentiate` overwrites."""
+    chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    normalizers = maxima + _exponentiate(logits, maxima).sum(-1).log_()
+    return chosen - normalizers, normalizers
+
+
+def _scale(exponentials, labels, normalizers, softmax_gradient, label_gradient, maxima):
+    """As `_differentiate`, for what `_exponentiate` computed."""
+    exponentials.mul_((softmax_gradient * (maxima - normalizers).exp_()).unsqueeze(-1))
+    exponentials.scatter_add_(-1, labels.unsqueeze(-1), label_gradient.unsqueeze(-1))
 
 
 @cache
