@@ -76,6 +76,19 @@ def test_saved_bytes_are_those_of_a_block_that_runs(adapter):
     assert real > 3 * 20 * 32 * 4
 
 
+def test_a_part_of_the_saved_bytes_includes_the_inputs_of_a_block():
+    """Beside them, all saved tensors of one block exist in its backward."""
+    model = SMALL | {"num_hidden_layers": 8}
+    modes = ("none", "budget-0.5", "budget-0.25", "selective", "full")
+    saved = [
+        estimated_memory(plan(model, sequence=64, activation_checkpointing=mode), 1, micro_batch_size=1).saved
+        for mode in modes
+    ]
+    none, half, quarter, selective, full = saved
+    assert full < quarter < half == selective
+    assert (half, quarter) == pytest.approx((none * (4 + 1) / 8, none * (2 + 1) / 8), abs=16)
+
+
 def test_profile_and_check_say_it(tmp_path, capsys):
     base = write_run(tmp_path, Case("dense", "plain"), name="base", training={"steps": 1})
     assert main(["train", str(base)]) == 0

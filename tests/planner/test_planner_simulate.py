@@ -95,6 +95,12 @@ def test_ranks_of_a_layer_save_less_in_each_mode(run):
     assert found[0] > found[1]
 
 
+def test_a_budget_includes_the_inputs_of_a_layer(run):
+    config = run({}, "model.num_hidden_layers=4", "training.activation_checkpointing=budget-0.25")
+    (planned,), simulated = memory_of(config, 8, cpu=True), simulate_rank(config, 8).memory
+    assert planned.total == pytest.approx(simulated.total, rel=0.05)
+
+
 def test_what_it_cannot_simulate_is_refused(run):
     config = run()
     objective = config.objective.model_copy(update={"type": "dpo"})

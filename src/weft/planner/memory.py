@@ -148,8 +148,9 @@ class _Ranks:
         saved, transient = kept.everything, kept.transient
         if self._recomputes(layer):
             mode, _, number = self.checkpointing.partition("-")
-            more = {"selective": kept.selective, "budget": float(number or 0) * kept.everything}
-            saved, transient = kept.inputs + more.get(mode, 0.0), transient + kept.freed * (mode == "selective")
+            least = {"selective": kept.inputs + kept.selective, "budget": float(number or 0) * kept.everything}
+            saved = max(kept.inputs, least.get(mode, 0.0))
+            transient += kept.freed * (mode == "selective")
         return _Piece(saved, max(saved, kept.everything), transient, *self._numbers(block_work(self.shares, layer)))
 
     def _numbers(self, work: Work) -> tuple[float, float]:

@@ -189,7 +189,7 @@ def _saved(plan: ModelPlan, world: World, micro_batch_size: int) -> int:
         largest = max(largest, everything)
         parts = {"full": 0.0, "selective": SELECTIVE, "budget": float(number or 0)}
         recomputed = mode != "every" or (layer + 1) % int(number or 1) == 0
-        total += everything if mode == "none" or not recomputed else int(inputs + parts.get(mode, 0.0) * everything)
+        total += everything if mode == "none" or not recomputed else max(inputs, int(parts.get(mode, 0.0) * everything))
     # A checkpointed block's saved tensors all exist while its backward runs.
     return -(-total // shape.pp) * shape.pp + (largest if mode != "none" else 0)
 
