@@ -219,7 +219,8 @@ def test_a_result_written_over_is_reported():
     assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (kept, forward(x))))
 
 
-def test_selective_takes_a_block_with_a_sparse_matrix():
+@pytest.mark.parametrize("mode", ["selective", "budget-0.5"])
+def test_a_block_with_a_sparse_matrix(mode):
     torch.manual_seed(0)
     matrix, weight = torch.eye(4).to_sparse(), torch.randn(4, 4, requires_grad=True)
 
@@ -228,7 +229,7 @@ def test_selective_takes_a_block_with_a_sparse_matrix():
 
     x = torch.randn(4, 4, requires_grad=True)
     expected = torch.autograd.grad(block(x).sum(), (x, weight))
-    found = torch.autograd.grad(checkpointed(block, "selective", 0, 1, compile=False)(x).sum(), (x, weight))
+    found = torch.autograd.grad(checkpointed(block, mode, 0, 1, compile=False)(x).sum(), (x, weight))
     assert all(map(torch.equal, found, expected))
 
 

@@ -139,7 +139,7 @@ class _Recorder(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Records a tensor that autograd saves, unless it comes from outside of the block (such as a parameter)."""
-        if storage_of(tensor) in self.producer:
+        if tensor.layout == torch.strided and storage_of(tensor) in self.producer:
             self.saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
             self.needed = len(self.operations)
         return tensor.detach()  # the tensor itself would be a reference cycle with the graph
@@ -154,7 +154,7 @@ class _Recorder(TorchDispatchMode):
             else:
                 self.before.setdefault(storage_of(tensor), (tensor, tensor.clone()))
         out = op(*args, **kwargs)
-        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        inputs, outputs = ([x for x in _tensors(y) if x.layout == torch.strided] for y in ((args, kwargs), out))
         known = {storage_of(x) for x in inputs}
         new = {storage_of(x): x.untyped_storage().nbytes() for x in outputs if storage_of(x) not in known}
         save = bool(new) and not schema_of(op).is_mutable and not is_random(op, args, kwargs)
