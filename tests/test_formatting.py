@@ -26,6 +26,9 @@ from weft import formatting
         (formatting.progress(120, 1000, "step"), "120/1000"),
         (formatting.progress(1_500_000, 4_000_000, "B"), "1.5/4.0 MB"),
         (formatting.progress(1_500_000, None, "B"), "1.5 MB"),
+        (formatting.progress(0, 4_000_000, "B"), "0.0/4.0 MB"),
+        (formatting.progress(590, 1180, "B"), "0.6/1.2 kB"),
+        (formatting.progress(0, 4, "B"), "0/4 B"),
     ],
 )
 def test_numbers(shown, text):
@@ -64,6 +67,8 @@ def test_bytes():
     assert sizes == ["640 B", "30.7 kB", "1.2 GB"]
     assert formatting.byte_size(1_234_567_890, "MB") == "1,234.6 MB"
     assert formatting.byte_size(1_234_567_890, "GB") == "1.23 GB"
+    small = [formatting.byte_size(number, "MB") for number in (50_001, 49_999, 118, 0)]
+    assert small == ["0.1 MB", "50 kB", "118 B", "0 B"]
 
 
 @pytest.mark.parametrize(

@@ -73,11 +73,13 @@ def byte_size(number: float, unit: str | None = None) -> str:
     """Returns a number of bytes with its unit: `640 B`, `30.7 kB`, `1.25 GB`.
 
     Args:
-        unit: "kB" or "MB" (with one decimal), "GB" or "TB" (with two); by default the largest unit that fits.
+        unit: "kB" or "MB" (with one decimal), "GB" or "TB" (with two); by default, and for a number that would be
+            rounded to 0, the largest unit that fits.
     """
-    if unit is not None:
-        limit = next(limit for limit, name in _BYTES if name == unit)
-        return f"{number / limit:,.{2 if limit >= 1e9 else 1}f} {unit}"
+    limit = next((limit for limit, name in _BYTES if name == unit), 1.0)
+    digits = 2 if limit >= 1e9 else 1
+    if unit is not None and round(number / limit, digits):
+        return f"{number / limit:,.{digits}f} {unit}"
     for limit, name in _BYTES:
         if number >= limit:
             return f"{number / limit:,.4g} {name}"
@@ -85,9 +87,11 @@ def byte_size(number: float, unit: str | None = None) -> str:
 
 
 def progress(done: int, total: int | None, unit: str) -> str:
-    """Returns the progress of work: `120`, `120/1000`, or `1.5/4.0 MB` for the unit B."""
+    """Returns the progress of work: `120`, `120/1000`, or `1.5/4.0 MB` or `0.6/1.2 kB` for the unit B."""
     if unit == "B":
-        return f"{done / 1e6:,.1f}{'' if total is None else f'/{total / 1e6:,.1f}'} MB"
+        most = max(done, total or 0)
+        limit, name, digits = (1e6, "MB", 1) if most >= 1e5 else (1e3, "kB", 1) if most >= 100 else (1, "B", 0)
+        return f"{done / limit:,.{digits}f}{'' if total is None else f'/{total / limit:,.{digits}f}'} {name}"
     return f"{done}" if total is None else f"{done}/{total}"
 
 

@@ -325,6 +325,8 @@ def test_null_unsets_on_the_command_line():
         ("a..b=3", "command line: 'a..b=3' is not key=value"),
         ("training.steps=", "command line: training.steps: no value after '='; write null"),
         ("training.steps=ten", "command line: training.steps: must be an integer, not 'ten'"),
+        ("model.ffn_size=64", "command line: model.ffn_size: unknown key; did you mean 'intermediate_size'?"),
+        ("model.n_inner=64", "command line: model.n_inner: unknown key; did you mean 'intermediate_size'?"),
         ("training.stepps=3", "command line: training.stepps: unknown key; did you mean 'steps'?"),
         ("model.x={", "command line: model.x: not valid YAML"),
         ("extends=base.yaml", "command line: extends: extends cannot be set on the command line"),

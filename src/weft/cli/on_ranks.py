@@ -38,7 +38,7 @@ def add_run_arguments(
     """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", metavar=name, help=what)
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override values in FILE")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="override values of FILE; the last one wins")
     parser.add_argument(
         "--nproc",
         type=int,

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{names}; `weft bench device` and `weft bench comm` write one of this machine."
     )
     parser.add_argument("file", metavar="FILE", nargs="?", help="the YAML file of the run")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override values in FILE")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="override values of FILE; the last one wins")
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices, one rank each")
     parser.add_argument(
         "--days", type=float, metavar="N", help="find the smallest number of devices that train the run in N days"

@@ -65,7 +65,7 @@ _OTHER_NAMES = {
     "model.num_attention_heads": "n_head n_heads num_heads heads",
     "model.num_key_value_heads": "n_kv_heads num_kv_heads",
     "model.hidden_size": "n_embd d_model dim width",
-    "model.intermediate_size": "d_ff ffn_dim ffn_hidden_size",
+    "model.intermediate_size": "d_ff d_inner ffn_dim ffn_hidden_size ffn_size mlp_size n_inner",
     "model.max_position_embeddings": "n_positions n_ctx",
     "model.rope_theta": "rope_base",
     "model.hidden_act": "activation activation_function",
