@@ -126,7 +126,7 @@ def test_repeated_steps_leave_no_trace(checked):
     assert not read_events(run)
 
 
-@pytest.mark.parametrize("action", ["stop", pytest.param("warn", marks=pytest.mark.long), "rollback"])
+@pytest.mark.parametrize("action", ["stop", "warn", "rollback"])
 def test_a_step_that_is_not_repeatable_is_named(checked, capsys, action):
     unsteady = {"type": "integrity_parts:Unsteady", "call": 11}  # 1, 2+3 (step 2), 4, 5+6, 7, 8+9, 10, 11+12
     watch = {"replay_every": 2, "corruption": action}
