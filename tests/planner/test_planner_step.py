@@ -9,7 +9,9 @@ from planner_hardware import ideal
 
 from weft.config.run import RunConfig
 from weft.errors import UserError
+from weft.kernels import blocked_attention
 from weft.kernels.cross_entropy import KEPT_ELEMENTS
+from weft.planner import tensors
 from weft.planner.communication import Group, Links, mesh_groups
 from weft.planner.compute import Costs
 from weft.planner.hardware import load_hardware
@@ -64,8 +66,8 @@ def test_attention_that_is_not_fused_computes_all_pairs(run):
     assert predicted.step_seconds == pytest.approx((products + attention) / 1e11, rel=2e-3)
 
 
-def test_the_limit_of_kept_logits_is_that_of_the_kernels():
-    assert KEPT_LOGITS == KEPT_ELEMENTS  # a copy: the kernels need torch
+def test_limits_are_those_of_the_kernels():
+    assert (KEPT_LOGITS, tensors.LONG) == (KEPT_ELEMENTS, blocked_attention.LONG)  # copies: the kernels need torch
 
 
 def test_recomputation_repeats_the_forward_pass(run):

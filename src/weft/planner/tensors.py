@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config.mesh import can_exchange_heads
-from weft.kernels.blocked_attention import LONG
 from weft.planner.work import Shares
+
+LONG = 1024  # tokens from which a sliding window needs no mask of all tokens (weft.kernels.blocked_attention)
 
 
 @dataclass(frozen=True)
