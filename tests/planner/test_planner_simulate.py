@@ -101,6 +101,14 @@ def test_a_budget_includes_the_inputs_of_a_layer(run):
     assert planned.total == pytest.approx(simulated.total, rel=0.05)
 
 
+@pytest.mark.parametrize("option", ["sliding_window=512", "attn_logit_softcapping=50", "attention_sinks=true"])
+def test_attention_needs_no_memory_for_all_scores_or_a_mask(run, option):
+    sizes = "training.batch_tokens=16384", "training.micro_batch_size=1", "model.vocab_size=1024"
+    config = run({}, *sizes, f"model.{option}")
+    (planned,), simulated = memory_of(config, 8, cpu=True), simulate_rank(config, 8).memory
+    assert 0.8 < simulated.activations / planned.activations < 1.05
+
+
 def test_what_it_cannot_simulate_is_refused(run):
     config = run()
     objective = config.objective.model_copy(update={"type": "dpo"})

@@ -100,6 +100,9 @@ def simulate_rank(config: RunConfig, devices: int, rank: int = 0, *, chunks: boo
         mock.patch(
             "weft.kernels.cross_entropy._chunks", lambda logits, _: [slice(0, max(1, held // logits.shape[-1]))]
         ),
+        # Soft caps and sinks never materialize all scores on GPUs, or on CPUs in float32. `fits` refuses fake tensors.
+        mock.patch("weft.kernels.attention.fits", lambda *_, plain: not plain),
+        mock.patch("weft.kernels.masks.usable", lambda *_, plain: not plain),
     ):
         world = FakeWorld(rank, devices, device, shape, **meshes(shape, device))
         model = assemble(model_plan(config), world)
