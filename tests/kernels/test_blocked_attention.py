@@ -228,6 +228,12 @@ def test_compiled_code_has_the_same_results():
         assert torch.equal(mine, eager)
 
 
+def test_a_batch_without_sequences_is_left_to_other_kernels():
+    q, k, v, _ = tensors(batch=0, kv_heads=2)
+    for how in (Scores(), Scores(sinks=torch.zeros(4))):
+        assert attention(q, k, v, causal=True, scores=how).shape == q.shape
+
+
 def test_it_computes_causal_attention_in_bfloat16_only():
     q, k, v, _ = tensors()
     assert OPERATOR in operators(lambda: attention(q, k, v, causal=True))

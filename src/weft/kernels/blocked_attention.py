@@ -68,7 +68,7 @@ def usable(device: torch.device, dtype: torch.dtype, *, plain: bool) -> bool:
 
 def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, plain: bool) -> bool:
     """Whether `blocked_attention` can compute causal attention, and is faster (`usable`)."""
-    if q.shape[2] != k.shape[2] or q.shape[2] == 1:
+    if q.shape[2] != k.shape[2] or q.shape[2] == 1 or q.shape[0] == 0:
         return False
     own = type(q) is torch.Tensor and not torch.is_autocast_enabled("cpu")
     return own and all(usable(x.device, x.dtype, plain=plain) for x in (q, k, v))

@@ -39,8 +39,8 @@ def attention_mask(
 
     - A `BlockMask` selects flex attention, on CUDA devices.
     - The tensor `segments` itself selects `document_attention`, on CPUs.
-    - A `Window` selects `blocked_attention`, on CPUs: for soft caps, sinks and sliding windows in long sequences, and
-      for short ones and ALiBi on processors on which it is faster.
+    - A `Window` selects `blocked_attention`, on CPUs: for soft caps and sinks, and for sliding windows and ALiBi in
+      long sequences; in short ones on processors on which it is faster.
     - A float mask, which contains ALiBi's biases, selects PyTorch's fused kernel on CPUs. This kernel takes a third of
       the time of unfused attention.
     - None stands for a purely causal mask, which is fastest with PyTorch's fused kernels.
