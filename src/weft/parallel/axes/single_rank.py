@@ -19,8 +19,9 @@ from weft.models.decoder import Decoder
 from weft.parallel.gradients.buckets import ReplicaSums
 from weft.parallel.local_parameters import distribute_parameters, local
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks
+from weft.parallel.torch_private import at_end_of_backward, backward_number
 from weft.parallel.world import World
-from weft.torch_private import dtensor_like, version_of
+from weft.torch_private import dtensor_like, in_backward, version_of
 
 
 def is_single_rank(plan: ModelPlan, world: World) -> bool:
@@ -83,6 +84,10 @@ class _Cached:
 class SingleRankParameters:
     """Callable that returns a DTensor parameter's full tensor in `dtype`. Gradients accumulate in the DTensor.
 
+    The first gradients move to their DTensors together, at the end of backward. Between the operators of backward, the
+    Python code that moves one takes 0.16 ms on a CPU, because their data displaces it from the caches; after another
+    one, 0.01 ms. Later gradients are added at once, so that the gradients of two micro-batches never need memory.
+
     Args:
         sums: sums gradients over replicas; None without replicas.
     """
@@ -90,6 +95,8 @@ class SingleRankParameters:
     def __init__(self, dtype: torch.dtype, sums: ReplicaSums | None = None):
         self.dtype, self.sums = dtype, sums
         self.cached: dict[int, _Cached] = {}  # key: id of the parameter, which is fast to look up
+        self.arrived: list[tuple[DTensor, torch.Tensor]] = []  # parameters and leaves whose gradients move at the end
+        self.backward = -1  # the backward pass at whose end they move
 
     def __call__(self, parameter: DTensor) -> torch.Tensor:
         """Returns the plain tensor, cast to `dtype`, of a DTensor parameter that is not sharded."""
@@ -99,10 +106,12 @@ class SingleRankParameters:
             cached = self.cached[id(parameter)] = _Cached()
         if not torch.is_grad_enabled() or not parameter.requires_grad:
             return self._cast(cached, tensor)
+        if self.arrived and not in_backward():  # the last backward pass failed: its gradients do not count
+            self._forget_gradients()
         cached.cast, leaf = None, cached.leaf
         if leaf is None or leaf.data_ptr() != tensor.data_ptr() or leaf.dtype != tensor.dtype:
             leaf = cached.leaf = tensor.detach().requires_grad_()
-            leaf.register_post_accumulate_grad_hook(partial(self._move_gradient, parameter))
+            leaf.register_post_accumulate_grad_hook(partial(self._take_gradient, parameter))
         return leaf.to(self.dtype)
 
     def _cast(self, cached: _Cached, tensor: torch.Tensor) -> torch.Tensor:
@@ -114,6 +123,25 @@ class SingleRankParameters:
             cast = cached.cast = tensor.to(self.dtype)
             cached.version = version
         return cast
+
+    def _take_gradient(self, parameter: DTensor, leaf: torch.Tensor) -> None:
+        if self.sums is not None or parameter.grad is not None:
+            self._move_gradient(parameter, leaf)
+            return
+        if self.backward != backward_number():
+            self.backward = backward_number()
+            at_end_of_backward(self._move_gradients)
+        self.arrived.append((parameter, leaf))
+
+    def _move_gradients(self) -> None:
+        arrived, self.arrived = self.arrived, []
+        for parameter, leaf in arrived:
+            self._move_gradient(parameter, leaf)
+
+    def _forget_gradients(self) -> None:
+        arrived, self.arrived = self.arrived, []
+        for _, leaf in arrived:
+            leaf.grad = None
 
     def _move_gradient(self, parameter: DTensor, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
