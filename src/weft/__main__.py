@@ -15,4 +15,11 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    if code == 130:
+        import atexit
+        import signal
+
+        # After Ctrl-C within exec() of a string, as in namedtuple(), `python -m` ends by the signal, not with a code.
+        atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGINT])
+    raise SystemExit(code)

@@ -32,6 +32,14 @@ def weft_command(*arguments, **settings):
     )
 
 
+@pytest.fixture(autouse=True)
+def closes_with_its_terminal():
+    """SIGHUP has its usual effect, also if the tests run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def verb(monkeypatch):
     """A verb of the test's own: `weft report` runs what is given."""
@@ -114,6 +122,14 @@ def test_ctrl_c_during_the_first_imports_is_one_line(monkeypatch, capsys):
     program = "import sys; before = set(sys.modules); import weft.__main__; print(*sorted({*sys.modules} - before))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "weft weft.__main__\n"  # before it handles Ctrl-C
+
+
+def test_ctrl_c_within_code_in_a_string_ends_the_command_with_its_code(tmp_path):
+    """As in namedtuple(). `python -m` then ends by the signal."""
+    (tmp_path / "difflib.py").write_text("exec('raise KeyboardInterrupt')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = weft_command("--version", env={"PYTHONPATH": path})
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def test_no_verb_or_a_wrong_one_is_a_mistake(capsys):
