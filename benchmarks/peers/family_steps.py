@@ -1,4 +1,4 @@
-"""One measurement of family_step.py: some training steps of one model; or that model's folder, made.
+"""One measurement of family_step.py or family_turns.py: some training steps of one model; or that model's folder, made.
 
 family_steps.py --job '{"peer": "weft", "mode": "eager", "folder": ..., ...}'
 """
@@ -6,6 +6,7 @@ family_steps.py --job '{"peer": "weft", "mode": "eager", "folder": ..., ...}'
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import families
@@ -37,15 +38,23 @@ def work(asked: dict) -> None:
     torch.manual_seed(0)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokens = torch.randint(vocabulary, (asked["batch"], asked["sequence"])).to(device)
-    ends, losses = [], []
-    while len(ends) < WARMUP + LEAST or ends[-1] - ends[WARMUP - 1] < asked["seconds"]:
+
+    def step() -> float:
         loss = loss_of(tokens)
         loss.backward()
         adamw.step()
         adamw.zero_grad()
-        losses.append(loss.item())  # waits for the GPU, but for the update
+        found = loss.item()  # waits for the GPU, but for the update
         if device == "cuda":
             torch.cuda.synchronize()
+        return found
+
+    if asked.get("in_turns"):
+        one_by_one(step, implementation)
+        return
+    ends, losses = [], []
+    while len(ends) < WARMUP + LEAST or ends[-1] - ends[WARMUP - 1] < asked["seconds"]:
+        losses.append(step())
         ends.append(time.perf_counter())
     done = {
         "seconds": [end - begin for begin, end in zip(ends[WARMUP - 1 :], ends[WARMUP:], strict=False)],
@@ -56,6 +65,16 @@ def work(asked: dict) -> None:
         "implementation": implementation,
     }
     print(json.dumps(done), flush=True)
+
+
+def one_by_one(step: Callable[[], float], implementation: str | None) -> None:
+    """Makes a step for each line of standard input, and prints what it took."""
+    print(json.dumps({"implementation": implementation}), flush=True)
+    for _ in sys.stdin:
+        wall, cpu = time.perf_counter(), time.process_time()
+        loss = step()
+        took = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+        print(json.dumps(took | {"loss": loss, "peak_bytes": peak_resident_bytes()}), flush=True)
 
 
 def weft_model(asked: dict, folder: Path):
