@@ -142,7 +142,7 @@ class _Block(NamedTuple):
         sequences: the sequences of the batch.
         tokens: the queries.
         seen: the keys, from the first that a query sees to the last query.
-        first_keys: the first key that each query sees, `[queries]`; None if all begin with the first of `seen`.
+        first_keys: the first key that each query sees, `[queries]`; None: the first of the sequence.
         kv_heads: the number of heads of keys and values.
     """
 
@@ -189,12 +189,11 @@ def _blocks(q: torch.Tensor, k: torch.Tensor, starts: torch.Tensor | None) -> It
     batch, seq = q.shape[0], q.shape[2]
     size = batch if starts is None or len(starts) == 1 else 1
     for sequence in range(0, batch, size):
-        row = None if starts is None else starts[sequence].tolist()
         for start in range(0, seq, BLOCK):
-            tokens, first = slice(start, min(start + BLOCK, seq)), 0 if row is None else row[start]
-            apart = starts is not None and row is not None and row[tokens.stop - 1] > first
-            first_keys = starts[sequence, tokens] if starts is not None and apart else None
-            yield _Block(slice(sequence, sequence + size), tokens, slice(first, tokens.stop), first_keys, k.shape[1])
+            tokens = slice(start, min(start + BLOCK, seq))
+            first_keys = None if starts is None else starts[sequence, tokens]
+            seen = slice(0 if first_keys is None else int(first_keys[0]), tokens.stop)
+            yield _Block(slice(sequence, sequence + size), tokens, seen, first_keys, k.shape[1])
 
 
 def _weights(

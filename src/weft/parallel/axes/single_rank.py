@@ -106,8 +106,8 @@ class SingleRankParameters:
             cached = self.cached[id(parameter)] = _Cached()
         if not torch.is_grad_enabled() or not parameter.requires_grad:
             return self._cast(cached, tensor)
-        if self.arrived and not in_backward():  # the last backward pass failed: its gradients do not count
-            self._forget_gradients()
+        while self.arrived and not in_backward():  # the last backward pass failed: its gradients do not count
+            self.arrived.pop()[1].grad = None
         cached.cast, leaf = None, cached.leaf
         if leaf is None or leaf.data_ptr() != tensor.data_ptr() or leaf.dtype != tensor.dtype:
             leaf = cached.leaf = tensor.detach().requires_grad_()
@@ -134,14 +134,8 @@ class SingleRankParameters:
         self.arrived.append((parameter, leaf))
 
     def _move_gradients(self) -> None:
-        arrived, self.arrived = self.arrived, []
-        for parameter, leaf in arrived:
-            self._move_gradient(parameter, leaf)
-
-    def _forget_gradients(self) -> None:
-        arrived, self.arrived = self.arrived, []
-        for _, leaf in arrived:
-            leaf.grad = None
+        while self.arrived:
+            self._move_gradient(*self.arrived.pop())
 
     def _move_gradient(self, parameter: DTensor, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
