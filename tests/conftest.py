@@ -123,6 +123,10 @@ def _same_start():
 
         no_measuring()
     yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():  # a later test in this process would fail
+        distributed.destroy_process_group()
+        pytest.fail("the test left its process group; close its world")
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()

@@ -30,7 +30,9 @@ class Fails(torch.autograd.Function):
 def model():
     torch.manual_seed(0)
     parallel = ParallelSection()
-    return build_sharded_model(ModelPlan(SECTION, parallel, dtype=torch.float32), start_world(parallel))
+    world = start_world(parallel)
+    yield build_sharded_model(ModelPlan(SECTION, parallel, dtype=torch.float32), world)
+    world.close()
 
 
 def loss(model, seed=0):
