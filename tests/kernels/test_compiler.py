@@ -10,7 +10,7 @@ import pytest
 import torch
 from forked import Forked
 
-from weft.kernels import compiler
+from weft.kernels import compiler, torch_private
 from weft.kernels.compiler import use_user_cache
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -76,8 +76,10 @@ def test_a_cache_is_emptied_on_a_full_disk(monkeypatch, tmp_path):
 SHOW = f"print(os.environ[{compiler.FOLDER!r}])"
 PROGRAM = """
 import torch
+import torch._inductor.config
 from weft.kernels.compiler import compiled
 
+torch._inductor.config.compile_threads = 2  # as in runs: with one, it compiles in the order of the graphs
 x = torch.linspace(-1, 1, 50, requires_grad=True)
 (found,) = torch.autograd.grad(compiled(lambda x: (x.sin() + x).exp())(x).sum(), x)
 torch.testing.assert_close(found, (x.sin() + x).exp() * (x.cos() + 1))
@@ -143,3 +145,31 @@ def test_damaged_code_is_compiled_again(variable, at_once, tmp_path):
     assert (tmp_path / "own").exists()
     if variable == compiler.FOLDER:
         assert all(library.stat().st_size == 100 for library in libraries)
+
+
+@pytest.fixture
+def broken_linker(monkeypatch, tmp_path):
+    """A folder on PATH with an LLD that fails."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ld.lld").write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
+    (folder / "ld.lld").chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def test_an_installed_linker_is_used_that_is_faster(broken_linker, monkeypatch):
+    from torch._inductor.cpp_builder import get_cpp_options
+
+    def chosen(*names):
+        torch_private._choose_linker(names)
+        return [flag for flag in get_cpp_options("g++", do_link=True)[3] if "fuse-ld" in flag]
+
+    monkeypatch.setenv("PATH", broken_linker)
+    assert chosen("none", "lld", "gold") == chosen("lld") == ["fuse-ld=lld"]
+    assert chosen("none") == chosen() == []
+
+
+@pytest.mark.long
+def test_the_compilers_own_linker_is_used_if_another_one_fails(broken_linker, tmp_path):
+    _, errors = run(PROGRAM, WEFT_CACHE=tmp_path / "cache", PATH=broken_linker)
+    assert errors.count("starts again with an empty cache") == 1

@@ -115,13 +115,25 @@ def test_compiled_equals_uncompiled(softcap, monkeypatch):
         assert torch.allclose(a, b, atol=1e-5)
 
 
+def test_float32_is_not_compiled_on_a_cpu(monkeypatch):
+    """It is as fast without, and the first step does not wait for a compiler."""
+    monkeypatch.setattr(cross_entropy.compiler, "compiled", lambda *args, **options: pytest.fail("compiles"))
+    hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    labels = torch.randint(0, 30, (9,))
+    found, plain = (token_logprobs(hidden, weight, labels, compiled=compiled) for compiled in (True, False))
+    assert torch.equal(found, plain)
+    gradients = [torch.autograd.grad(x.sum(), (hidden, weight)) for x in (found, plain)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from Linux's /proc")
-def test_compiled_backward_allocates_no_second_matrix_of_logits():
+@pytest.mark.parametrize("softcap", [None, 30.0])  # the first is not compiled
+def test_compiled_backward_allocates_no_second_matrix_of_logits(softcap):
     """It overwrites the logits, 80 MB here, with their gradient."""
     hidden, weight = torch.randn(200, 8, requires_grad=True), torch.randn(100_000, 8, requires_grad=True)
     labels = torch.randint(0, 100_000, (200,))
-    token_logprobs(hidden, weight, labels, compiled=True).sum().backward()  # compiles
-    loss = token_logprobs(hidden, weight, labels, compiled=True).sum()
+    token_logprobs(hidden, weight, labels, softcap, compiled=True).sum().backward()  # compiles
+    loss = token_logprobs(hidden, weight, labels, softcap, compiled=True).sum()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from the present memory
     before = peak_bytes()
     loss.backward()

@@ -101,7 +101,7 @@ def compile_once(graph: torch.fx.GraphModule, inputs: list[Any], *, options: dic
                 (folder / "weft").mkdir(parents=True, exist_ok=True)
                 lock.enter_context(locked(folder / "weft" / f"{_digest(graph, inputs)}.lock"))
         try:
-            return compile_graph(graph, inputs, options or {}, test_vectors=failed is None or failed.exists())
+            return compile_graph(graph, inputs, options or {}, careful=failed is None or failed.exists())
         except Exception as error:
             again = None if folder is None else _empty(folder) if _own(folder) else _beside(folder)
             if again is None:
@@ -112,7 +112,7 @@ def compile_once(graph: torch.fx.GraphModule, inputs: list[Any], *, options: dic
             first = str(error).strip().splitlines() or [type(error).__name__]
             log.warning("compiling failed, and starts again with an empty cache in %s: %s", again, first[0])
         forget_compiled_code()
-        return compile_graph(graph, inputs, options or {}, test_vectors=True)
+        return compile_graph(graph, inputs, options or {}, careful=True)
 
 
 def _digest(graph: torch.fx.GraphModule, inputs: list[Any]) -> str:

@@ -89,7 +89,8 @@ class _Logprobs(torch.autograd.Function):
     """The autograd function of `token_logprobs`.
 
     Logits are saved in the inputs' dtype, and backward overwrites them with their gradient. Only one chunk of logits at
-    a time is upcast. In float32, exp(logits - maximum) is saved in their place, so that backward needs no exponential.
+    a time is upcast. In float32, exp(logits - maximum) is saved in their place, so that backward needs no exponential;
+    on CPUs also with `compiled`, as the same in compiled code is not faster, and takes seconds to compile.
     """
 
     @staticmethod
@@ -105,10 +106,11 @@ class _Logprobs(torch.autograd.Function):
         all_normalizers = torch.empty_like(result)  # log of the sum of exp(logits)
         normalizers = all_normalizers.view(-1)
         blocks = list(slices(len(hidden), KEPT_ELEMENTS // len(weight)))
-        normalize = _compiled(_normalize) if compiled else _normalize
         logits = maxima = None
-        if len(blocks) == 1 and softcap is None and hidden.dtype == wide and not compiled:
-            maxima = torch.empty_like(normalizers)
+        kept_wide = len(blocks) == 1 and softcap is None and hidden.dtype == wide
+        if kept_wide and (not compiled or hidden.device.type == "cpu"):
+            maxima, compiled = torch.empty_like(normalizers), False
+        normalize = _compiled(_normalize) if compiled else _normalize
         for block in blocks:
             del logits  # else those of two blocks would need memory
             logits = _logits(hidden[block], weight)
