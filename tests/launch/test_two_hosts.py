@@ -13,9 +13,10 @@ def interfaces():
 
 
 @pytest.mark.parametrize(
-    ("each", "mesh"), [(1, {"dp_shard": 2}), pytest.param(2, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.long)]
+    ("each", "mesh", "forks"),
+    [(1, {"dp_shard": 2}, True), pytest.param(2, {"dp_shard": 2, "tp": 2}, False, marks=pytest.mark.long)],
 )
-def test_two_hosts_train_together(run_yaml, tmp_path, each, mesh):
+def test_two_hosts_train_together(run_yaml, tmp_path, each, mesh, forks):
     unshare, present = namespaces(), interfaces()
     sections = {
         "training": {"steps": 2, "batch_tokens": 512, "micro_batch_size": 2, "dtype": "float64"},
@@ -23,7 +24,7 @@ def test_two_hosts_train_together(run_yaml, tmp_path, each, mesh):
         "log": QUIET,
     }
     two = run_yaml("two.yaml", run={"name": "two"}, parallel=mesh, **sections)
-    process = start(unshare, torchrun(two, processes=each), tmp_path)
+    process = start(unshare, torchrun(two, processes=each), tmp_path, forks=forks)
     alone = run_yaml("alone.yaml", run={"name": "alone"}, **sections)
     assert train(alone) == 0
     finish(process, tmp_path, 180)

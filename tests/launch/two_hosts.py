@@ -27,8 +27,7 @@ CABLE netns $two
 ip addr add 10.99.0.1/24 dev here && ip link set here up && ip link set lo up
 inside hostname two
 inside ip addr add 10.99.0.2/24 dev there && inside ip link set there up && inside ip link set lo up
-inside COMMAND > two.out 2>&1 & other=$!
-COMMAND > one.out 2>&1 & mine=$!
+HOSTS
 MEANWHILE
 code=0; wait $mine || code=$?
 wait $other || code=$?
@@ -36,6 +35,11 @@ ip -json -statistics link show here > here.json
 kill $two
 exit $code
 """
+HOSTS = """
+inside COMMAND > two.out 2>&1 & other=$!
+COMMAND > one.out 2>&1 & mine=$!
+"""
+TORCHRUN = f"{sys.executable} -m torch.distributed.run "
 PAGE = (Path(__file__).parents[2] / "docs" / "launch.md").read_text(encoding="utf-8")
 
 
@@ -53,16 +57,25 @@ def namespaces() -> list[str]:
 def torchrun(file: Path, *options: str, processes: int = 2) -> str:
     """The manual's command for two hosts of so many processes, with `options` for torchrun."""
     (command,) = re.findall(r"^\$ (torchrun .*)$", PAGE, re.M)
-    own = f"{sys.executable} -m torch.distributed.run {' '.join(options)} "
+    own = f"{TORCHRUN}{' '.join(options)} "
     for before, after in {"torchrun ": own, "node 8": f"node {processes}", "run.yaml": str(file)}.items():
         assert before in command
         command = command.replace(before, after)
     return command
 
 
-def start(unshare: list[str], command: str, folder: Path, meanwhile: str = "") -> subprocess.Popen:
-    """Runs `command` on both hosts, and the script `meanwhile` beside them (`inside` begins its lines for host two)."""
-    script = SCRIPT.replace("MEANWHILE", meanwhile).replace("COMMAND", command).replace("CABLE", CABLE)
+def start(
+    unshare: list[str], command: str, folder: Path, meanwhile: str = "", *, forks: bool = False
+) -> subprocess.Popen:
+    """Runs `command` on both hosts, and the script `meanwhile` beside them (`inside` begins its lines for host two).
+
+    Args:
+        forks: whether torchrun and ranks are forks of one process (`forked_hosts.py`), and not interpreters of their
+            own, each of which imports torch.
+    """
+    words = f"{sys.executable} {Path(__file__).with_name('forked_hosts.py')} $two {command.removeprefix(TORCHRUN)}"
+    hosts = f"{words} > both.out 2>&1 & mine=$! other=$!" if forks else HOSTS.replace("COMMAND", command)
+    script = SCRIPT.replace("MEANWHILE", meanwhile).replace("HOSTS", hosts).replace("CABLE", CABLE)
     return subprocess.Popen(
         [*unshare, "bash", "-c", script],
         cwd=folder,
