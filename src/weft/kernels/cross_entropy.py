@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -89,8 +89,8 @@ class _Logprobs(torch.autograd.Function):
     """The autograd function of `token_logprobs`.
 
     Logits are saved in the inputs' dtype, and backward overwrites them with their gradient. Only one chunk of logits at
-    a time is upcast. In float32, exp(logits - maximum) is saved in their place, so that backward needs no exponential;
-    on CPUs also with `compiled`, as the same in compiled code is not faster, and takes seconds to compile.
+    a time is upcast. In float32 on CPUs, exp(logits - maximum) takes their place, and is all that backward needs of
+    them (`_Apart`). `compiled` then changes nothing: compiled code takes as long, and seconds to compile.
     """
 
     @staticmethod
@@ -106,20 +106,18 @@ class _Logprobs(torch.autograd.Function):
         all_normalizers = torch.empty_like(result)  # log of the sum of exp(logits)
         normalizers = all_normalizers.view(-1)
         blocks = list(slices(len(hidden), KEPT_ELEMENTS // len(weight)))
-        logits = maxima = None
-        kept_wide = len(blocks) == 1 and softcap is None and hidden.dtype == wide
-        if kept_wide and (not compiled or hidden.device.type == "cpu"):
-            maxima, compiled = torch.empty_like(normalizers), False
+        in_place = softcap is None and hidden.dtype == wide and hidden.device.type == "cpu"
+        maxima, compiled = torch.empty_like(normalizers) if in_place else None, compiled and not in_place
         normalize = _compiled(_normalize) if compiled else _normalize
+        logits = None
         for block in blocks:
             del logits  # else those of two blocks would need memory
             logits = _logits(hidden[block], weight)
             for rows in _chunks(logits, compiled):
-                if maxima is not None:
-                    maxima[rows] = logits[rows].amax(-1)
-                    logprobs[rows], normalizers[rows] = _normalize_in_place(logits[rows], labels[rows], maxima[rows])
-                    continue
-                chunk = normalize(logits[rows], labels[block][rows], softcap)
+                if maxima is None:
+                    chunk = normalize(logits[rows], labels[block][rows], softcap)
+                else:
+                    chunk = _normalize_in_place(logits[rows], labels[block][rows], maxima[block][rows])
                 logprobs[block][rows], normalizers[block][rows] = chunk
         if vocabulary is not None and is_local is not None:
             chosen, joined = vocabulary.join((logprobs + normalizers) * is_local, normalizers)
@@ -140,20 +138,35 @@ class _Logprobs(torch.autograd.Function):
         label_gradient = gradient if is_local is None else gradient * is_local
         softmax_gradient = -gradient if normalizer_gradient is None else normalizer_gradient.reshape(-1) - gradient
         kept, ctx.kept = ctx.kept, None
-        maxima = ctx.maxima
+        maxima, apart = ctx.maxima, None
         differentiate = _compiled(_differentiate) if ctx.compiled else _differentiate
+        if maxima is not None:
+            apart = _Apart(labels, softmax_gradient * (maxima - normalizers).exp_(), label_gradient)
 
         def overwrite(block, logits):
             for rows in _chunks(logits, ctx.compiled):
-                per_token = (x[block][rows] for x in (labels, normalizers, softmax_gradient, label_gradient))
                 if maxima is None:
+                    per_token = (x[block][rows] for x in (labels, normalizers, softmax_gradient, label_gradient))
                     differentiate(logits[rows], *per_token, ctx.softcap)
-                    continue
-                if kept is None:
-                    _exponentiate(logits[rows], maxima[rows])
-                _scale(logits[rows], *per_token, maxima[rows])
+                elif kept is None:
+                    _exponentiate(logits[rows], maxima[block][rows])
 
-        return *head_gradients(hidden, weight, kept, overwrite, ctx.needs_input_grad), None, None, None, None
+        return *head_gradients(hidden, weight, kept, overwrite, ctx.needs_input_grad, apart), None, None, None, None
+
+
+class _Apart(NamedTuple):
+    """What turns exp(logits - maximum) into the gradient of the logits, if it is applied to the products' results.
+
+    The gradient is `scales * exp(logits - maximum)`, and `label_gradient` more at the label. Rows' factors commute with
+    products, so the products need no pass over the logits.
+
+    Attributes:
+        labels, scales, label_gradient: `[tokens]`.
+    """
+
+    labels: torch.Tensor
+    scales: torch.Tensor
+    label_gradient: torch.Tensor
 
 
 def _logits(hidden, weight):
@@ -167,24 +180,33 @@ def _logits(hidden, weight):
     return torch.mm(hidden, weight.mT, out=rows[:, :-16])
 
 
-def head_gradients(hidden, weight, kept, overwrite, needed):
+def head_gradients(hidden, weight, kept, overwrite, needed, apart: _Apart | None = None):
     """Returns the gradients of `hidden` and `weight`, each None if not `needed`, from the gradient of the logits.
 
     Args:
         kept: the logits of all tokens, or None to recompute them in blocks.
         overwrite: function `(block, logits)` that overwrites the logits `[tokens of the block, vocab]` of a block, a
             slice of the tokens, with their gradient.
+        apart: what `overwrite` leaves out of the gradient.
     """
     blocks = list(slices(len(hidden), KEPT_ELEMENTS // len(weight)))
     hidden_gradient, weight_gradient = torch.empty_like(hidden) if needed[0] else None, None
     for block in blocks:
         logits = _logits(hidden[block], weight) if kept is None else kept
         overwrite(block, logits)
+        tokens = scaled = hidden[block]
+        if apart is not None:
+            labels, (scales, chosen) = apart.labels[block], (x[block].unsqueeze(-1) for x in apart[1:])
+            scaled = tokens * scales
         if hidden_gradient is not None:
-            matmul(logits, weight, out=hidden_gradient[block])
+            found = matmul(logits, weight, out=hidden_gradient[block])
+            if apart is not None:
+                found.mul_(scales).addcmul_(weight[labels], chosen)
         if not needed[1]:
             continue
-        product = matmul(logits.mT, hidden[block])
+        product = matmul(logits.mT, scaled)
+        if apart is not None:
+            product.index_add_(0, labels, tokens * chosen)
         if len(blocks) > 1:  # accumulated in the wider dtype
             product = product.to(torch.promote_types(product.dtype, torch.float32))
         weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)
@@ -238,16 +260,11 @@ def _exponentiate(logits, maxima):
 
 
 def _normalize_in_place(logits, labels, maxima):
-    """As `_normalize`, for logits in float32, which `_exponentiate` overwrites."""
+    """As `_normalize`, for logits in float32, which `_exponentiate` overwrites. Writes `maxima`, too."""
+    torch.amax(logits, -1, out=maxima)
     chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     normalizers = maxima + _exponentiate(logits, maxima).sum(-1).log_()
     return chosen - normalizers, normalizers
-
-
-def _scale(exponentials, labels, normalizers, softmax_gradient, label_gradient, maxima):
-    """As `_differentiate`, for what `_exponentiate` computed."""
-    exponentials.mul_((softmax_gradient * (maxima - normalizers).exp_()).unsqueeze(-1))
-    exponentials.scatter_add_(-1, labels.unsqueeze(-1), label_gradient.unsqueeze(-1))
 
 
 @cache
