@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -148,28 +150,64 @@ def test_damaged_code_is_compiled_again(variable, at_once, tmp_path):
 
 
 @pytest.fixture
-def broken_linker(monkeypatch, tmp_path):
-    """A folder on PATH with an LLD that fails."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "ld.lld").write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
-    (folder / "ld.lld").chmod(0o755)
-    return f"{folder}:{os.environ['PATH']}"
+def on_path(tmp_path):
+    """Puts a shell script on the PATH that it returns."""
+
+    def write(name, text):
+        file = tmp_path / "bin" / name
+        file.parent.mkdir()
+        file.write_text(f"#!/bin/sh\n{text}\n")
+        file.chmod(0o755)
+        return f"{file.parent}:{os.environ['PATH']}"
+
+    return write
 
 
-def test_an_installed_linker_is_used_that_is_faster(broken_linker, monkeypatch):
+@pytest.mark.parametrize(("code", "emptied"), [(-signal.SIGINT, False), (-signal.SIGTERM, False), (1, True)])
+def test_the_cache_is_not_emptied_if_a_signal_stopped_the_compiler(code, emptied, monkeypatch, tmp_path):
+    answers = iter([subprocess.CalledProcessError(code, "g++"), "compiled"])
+
+    def compile_graph(*_, **__):
+        if isinstance(answer := next(answers), Exception):
+            raise RuntimeError from answer
+        return answer
+
+    monkeypatch.setattr(compiler, "compile_graph", compile_graph)
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
+    monkeypatch.delenv(compiler.FOLDER, raising=False)
+    use_user_cache()
+    (own := Path(os.environ[compiler.FOLDER]) / "code").write_text("")
+    assert compiler.compile_once(torch.fx.symbolic_trace(torch.nn.ReLU()), [torch.ones(2)]) == "compiled"
+    assert own.exists() != emptied
+
+
+@pytest.mark.long
+def test_a_signal_to_the_compiler_damages_no_code(on_path, tmp_path):
+    """Ctrl-C in a terminal reaches it, too."""
+    stop = f'case "$*" in *main.cpp*-shared*) mkdir {tmp_path}/stopped 2>/dev/null && kill -TERM $$;; esac'
+    path = on_path("g++", f'{stop}\nexec {shutil.which("g++")} "$@"')
+    _, errors = run(PROGRAM, WEFT_CACHE=tmp_path / "cache", PATH=path)
+    assert (tmp_path / "stopped").exists()
+    assert "empty cache" not in errors
+    assert not list(tmp_path.rglob("failed"))
+
+
+BROKEN = "echo broken >&2\nexit 1"
+
+
+def test_an_installed_linker_is_used_that_is_faster(on_path, monkeypatch):
     from torch._inductor.cpp_builder import get_cpp_options
 
     def chosen(*names):
         torch_private._choose_linker(names)
         return [flag for flag in get_cpp_options("g++", do_link=True)[3] if "fuse-ld" in flag]
 
-    monkeypatch.setenv("PATH", broken_linker)
+    monkeypatch.setenv("PATH", on_path("ld.lld", BROKEN))
     assert chosen("none", "lld", "gold") == chosen("lld") == ["fuse-ld=lld"]
     assert chosen("none") == chosen() == []
 
 
 @pytest.mark.long
-def test_the_compilers_own_linker_is_used_if_another_one_fails(broken_linker, tmp_path):
-    _, errors = run(PROGRAM, WEFT_CACHE=tmp_path / "cache", PATH=broken_linker)
+def test_the_compilers_own_linker_is_used_if_another_one_fails(on_path, tmp_path):
+    _, errors = run(PROGRAM, WEFT_CACHE=tmp_path / "cache", PATH=on_path("ld.lld", BROKEN))
     assert errors.count("starts again with an empty cache") == 1

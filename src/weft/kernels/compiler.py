@@ -7,7 +7,9 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import stat
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -88,10 +90,11 @@ def _processor() -> str:
 def compile_once(graph: torch.fx.GraphModule, inputs: list[Any], *, options: dict[str, Any] | None = None) -> Any:
     """Compiles a graph, as a backend of `torch.compile`. Of the processes of a host, one compiles, the others wait.
 
-    No collective runs while a process compiles, so no process waits for one that waits for it. If compiling fails, code
-    in the cache may be damaged, or the C++ compiler be too old for the processor: the cache is emptied, and the graph
-    compiled again. From then on, all processes test the vector instructions, which takes seconds. A folder that the
-    user chose is left as it is: its subfolder `weft/again` takes its place for the rest of the process.
+    No collective runs while a process compiles, so no process waits for one that waits for it. If compiling fails, the
+    graph is compiled again. Unless a signal stopped the C++ compiler, code in the cache may be damaged, or the compiler
+    be too old for the processor: the cache is emptied first, and from then on, all processes test the vector
+    instructions, which takes seconds. A folder that the user chose is left as it is: its subfolder `weft/again` takes
+    its place for the rest of the process.
     """
     folder = Path(os.environ[FOLDER]) if FOLDER in os.environ else None
     failed = folder / "weft" / "failed" if folder is not None else None
@@ -103,16 +106,27 @@ def compile_once(graph: torch.fx.GraphModule, inputs: list[Any], *, options: dic
         try:
             return compile_graph(graph, inputs, options or {}, careful=failed is None or failed.exists())
         except Exception as error:
-            again = None if folder is None else _empty(folder) if _own(folder) else _beside(folder)
+            damaged = not _stopped(error)
+            again = folder if folder is None or not damaged else _empty(folder) if _own(folder) else _beside(folder)
             if again is None:
                 raise
-            with suppress(OSError):
-                (again / "weft").mkdir(parents=True, exist_ok=True)
-                (again / "weft" / "failed").touch()
-            first = str(error).strip().splitlines() or [type(error).__name__]
-            log.warning("compiling failed, and starts again with an empty cache in %s: %s", again, first[0])
+            if damaged:
+                with suppress(OSError):
+                    (again / "weft").mkdir(parents=True, exist_ok=True)
+                    (again / "weft" / "failed").touch()
+                first = str(error).strip().splitlines() or [type(error).__name__]
+                log.warning("compiling failed, and starts again with an empty cache in %s: %s", again, first[0])
         forget_compiled_code()
-        return compile_graph(graph, inputs, options or {}, careful=True)
+        return compile_graph(graph, inputs, options or {}, careful=damaged or failed is None or failed.exists())
+
+
+def _stopped(error: BaseException | None) -> bool:
+    """Whether a signal stopped the C++ compiler: Ctrl-C reaches it, too, while Weft itself ends its step first."""
+    while error is not None:
+        if isinstance(error, subprocess.CalledProcessError):
+            return -error.returncode in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _digest(graph: torch.fx.GraphModule, inputs: list[Any]) -> str:
