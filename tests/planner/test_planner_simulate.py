@@ -109,6 +109,30 @@ def test_attention_needs_no_memory_for_all_scores_or_a_mask(run, option):
     assert 0.8 < simulated.activations / planned.activations < 1.05
 
 
+SMALL = "model.hidden_size=512", "model.num_attention_heads=8", "model.num_hidden_layers=1", "model.vocab_size=1024"
+EXPERTS = "{num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 512, swiglu_limit: 7, expert_bias: true}"
+SINKS = "model.attention_sinks=true", f"model.moe={EXPERTS}", "training.dtype=float32"
+CAPS = "model.attn_logit_softcapping=50", "model.logit_softcap=30"
+NORMS = "model.norm=rmsnorm1p", "model.norm_placement=both"
+
+
+@pytest.mark.parametrize("options", [SINKS, (*CAPS, *NORMS)], ids=["gpt_oss", "gemma2"])
+def test_formulas_count_the_tensors_of_sinks_soft_caps_and_clipped_experts(run, options):
+    config = run({}, "training.batch_tokens=16384", "training.micro_batch_size=1", *SMALL, *options)
+    (planned,), simulated = memory_of(config, 8, cpu=True), simulate_rank(config, 8).memory
+    assert planned.total == pytest.approx(simulated.total, rel=0.02)
+    assert planned.logits == pytest.approx(simulated.logits, rel=0.02)
+
+
+def test_exponentials_take_the_place_of_logits_in_float32(run):
+    sizes = "model.hidden_size=64", "model.num_attention_heads=4", "model.intermediate_size=128"
+    options = "training.batch_tokens=16384", "training.micro_batch_size=1", "training.dtype=float32"
+    config = run({"dp_replicate": 8, "dp_shard": 1}, *SMALL, *sizes, "model.vocab_size=512", *options)
+    (planned,), simulated = memory_of(config, 8, cpu=True), simulate_rank(config, 8).memory
+    assert planned.logits == pytest.approx(simulated.logits, rel=0.02)
+    assert planned.total == pytest.approx(simulated.total, rel=0.04)
+
+
 def test_what_it_cannot_simulate_is_refused(run):
     config = run()
     objective = config.objective.model_copy(update={"type": "dpo"})

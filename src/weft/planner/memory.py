@@ -19,7 +19,7 @@ from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.parallel.stages import embeds_at_end, stage_ranges, stages_of_rank
 from weft.planner.schedules import in_flight
-from weft.planner.tensors import Sizes, masks_bytes, saved_tensors
+from weft.planner.tensors import Sizes, masks_bytes, norm_tensors, saved_tensors
 from weft.planner.work import KEPT_LOGITS, WIDTHS, Shares, Work, block_work, embedding_work, head_work
 
 # Tensors per parameter of a block; embedding and head have two, by AdamW. A custom optimizer counts like AdamW.
@@ -122,6 +122,7 @@ class _Ranks:
         self.copied = self.rows * model.hidden_size * (self.mesh.pp > 1 and model.tie_word_embeddings)
         logits = self.shares.tokens * self.rows
         self.kept_logits = logits * self.width * (1 + model.num_nextn_predict_layers) * (logits <= KEPT_LOGITS)
+        self.normed = norm_tensors(self.shares, cpu=self.cpu)
         self.masks = masks_bytes(self.shares) if self.cpu else 0.0
         self.stages = self._stages(length)
         self.worst, self._ends, self._kept = cache(self._worst), cache(self._ends_of), cache(self._kept_in)
@@ -249,7 +250,7 @@ class _Ranks:
         """Returns the bytes that a micro-batch keeps in a stage."""
         kept, last = sum(piece.saved for piece in self.stages[stage]), len(self.stages) - 1
         if stage == last:  # the final norm
-            kept += self.residual * (2 if self.cpu else 1) + self.shares.tokens * self.model.hidden_size * self.width
+            kept += self.residual * self.normed + self.shares.tokens * self.model.hidden_size * self.width
             kept += self.kept_logits
         return kept + self.masks + self.residual * (stage < last)  # sent to the next stage
 
@@ -295,7 +296,7 @@ class _Ranks:
             own = ends[-1][0] * (self.separate and not stays) * self.copies
             for logits, grads in self._head():
                 yield Memory(0, waiting + grads, 0, saved, logits, gathered + own)
-            saved -= self.residual * self.cpu + self.shares.tokens * self.model.hidden_size * self.width
+            saved -= self.residual * (self.normed - 1) + self.shares.tokens * self.model.hidden_size * self.width
             if self.separate:
                 yield finish(*ends[-1], saved + self.residual, gathered)
             else:
@@ -325,9 +326,14 @@ class _Ranks:
         """Yields moments of the head's backward pass: bytes of logits, and of gradients of its weights."""
         tokens, hidden, wide = self.shares.tokens, self.model.hidden_size, max(4, self.width)
         weight, found = self.rows * hidden, tokens * hidden * self.width
-        casts = (1 if wide == self.width else 2) + (3 if self.model.logit_softcap else 0)
+        in_place = self.cpu and wide == self.width and not (self.model.logit_softcap or self.model.num_labels)
+        casts = 4 if self.model.logit_softcap else 1 if wide == self.width else 2  # tensors in float32
         kept = self.kept_logits > 0
         block = (tokens if kept else max(1, KEPT_LOGITS // self.rows)) * self.rows
         logits = (self.kept_logits or block * self.width) + found
+        if in_place:  # exponentials take the logits' place; hidden states are scaled before and after a product
+            logits += 2 * min(found, block / self.rows * hidden * self.width)
+            yield logits, weight * wide * (1 if kept else 2)
+            return
         yield logits + min(block, self.chunk) * wide * casts, 0.0 if kept else weight * wide
         yield logits, weight * (self.width if kept else 2 * wide + (wide > self.width) * self.width)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config.mesh import can_exchange_heads
+from weft.config.model import ModelSection
 from weft.planner.work import Shares
 
 LONG = 1024  # tokens from which a sliding window needs no mask of all tokens (weft.kernels.blocked_attention)
@@ -17,7 +18,8 @@ class Sizes:
     Attributes:
         shares: this rank's part of a micro-batch.
         state: bytes of an element of the residual stream.
-        cpu: whether kernels are those of a CPU: RMS norms also save their result, and attention its transposed output.
+        cpu: whether kernels are those of a CPU: RMS norms also save their result, and most attention its transposed
+            output.
         cp_method: value of `parallel.cp_method`.
         checkpointing: value of `training.activation_checkpointing`.
     """
@@ -63,30 +65,47 @@ def saved_tensors(sizes: Sizes, layer: int) -> Saved:
     shares, model = sizes.shares, sizes.shares.model
     residual = shares.tokens / shares.mesh.tp * model.hidden_size * sizes.state
     inner, kept, widest, freed = _mlp(sizes, layer)
-    attention, kept_attention = _attention(sizes)
+    attention, kept_attention = _attention(sizes, layer)
     if sizes.cpu and _has_mask(shares) and model.slides(layer):  # the mask in the compute dtype
         attention += masks_bytes(shares) * shares.width
     norms = 4 if model.norm_placement == "both" else 1 if model.use_parallel_residual else 2
-    extra = 1 if sizes.cpu and model.norm == "rmsnorm" else 0
-    everything = residual * norms * (1 + extra) + attention + inner
+    everything = residual * norms * norm_tensors(sizes.shares, cpu=sizes.cpu) + attention + inner
     transient = max(widest, _ring_gradients(sizes))
     if sizes.gathers_again and shares.mesh.tp > 1:
         transient += _hidden_bytes(shares)
     return Saved(residual, everything, kept + kept_attention, transient, freed)
 
 
+def norm_tensors(shares: Shares, *, cpu: bool) -> int:
+    """Returns the number of hidden states that a norm saves: its input, and that of an RMS norm's weight on a CPU."""
+    return 2 if cpu and shares.model.norm in ("rmsnorm", "rmsnorm1p") else 1
+
+
 def masks_bytes(shares: Shares) -> float:
     """Returns the bytes of a micro-batch's mask on a CPU, one for each pair of tokens; 0 if there is no such mask.
 
-    Only sliding windows in short sequences have one: `weft.kernels.blocked_attention` computes the others without.
+    Only sliding windows in short sequences have one, without soft caps and sinks: `weft.kernels.blocked_attention`
+    computes the others without.
     """
     return shares.tokens * shares.length * float(_has_mask(shares))
 
 
 def _has_mask(shares: Shares) -> bool:
-    window = shares.model.sliding_window
-    slides = any(map(shares.model.slides, range(shares.model.num_hidden_layers)))
+    model, window = shares.model, shares.model.sliding_window
+    slides = any(map(model.slides, range(model.num_hidden_layers))) and not _caps_or_sinks(model)
     return slides and window is not None and window < shares.length < LONG
+
+
+def _caps_or_sinks(model: ModelSection) -> bool:
+    return model.attention_sinks or model.attn_logit_softcapping is not None
+
+
+def _is_blocked(sizes: Sizes, layer: int) -> bool:
+    """Returns whether a CPU computes a layer's attention in blocks of queries (weft.kernels.blocked_attention)."""
+    shares, model = sizes.shares, sizes.shares.model
+    window = model.sliding_window if model.slides(layer) else None
+    long = window is not None and window < shares.length >= LONG
+    return sizes.cpu and shares.mesh.cp == 1 and (long or _caps_or_sinks(model))
 
 
 def _exchanges_heads(sizes: Sizes) -> bool:
@@ -109,16 +128,17 @@ def _ring_gradients(sizes: Sizes) -> float:
     return shares.tokens * dim * (heads * queries + (heads if model.mla else groups) * keys)
 
 
-def _attention(sizes: Sizes) -> tuple[float, float]:
+def _attention(sizes: Sizes, layer: int) -> tuple[float, float]:
     """Returns the bytes that attention saves with its projections, and those that mode `selective` keeps."""
     shares, model = sizes.shares, sizes.shares.model
     tokens, width, cp = shares.tokens, shares.width, shares.mesh.cp
     heads, groups = shares.heads
     keys = (heads if model.mla is not None else groups) * (model.qk_head_dim + model.v_head_dim)
     held = tokens * (heads * model.qk_head_dim + keys) * width
-    out, statistics = tokens * heads * model.v_head_dim * width, 4 * tokens * heads
+    blocked = _is_blocked(sizes, layer)
+    out, statistics = tokens * heads * model.v_head_dim * width, 0 if blocked else 4 * tokens * heads
     total = sizes.layer_input + held + out + statistics
-    if sizes.cpu and model.position == "rope":
+    if sizes.cpu and model.position == "rope" and not blocked:
         total += out
     if model.qk_norm:
         total += tokens * (heads + groups) * model.qk_head_dim * 4 * (2 if sizes.cpu else 1)
@@ -154,7 +174,11 @@ def _mlp(sizes: Sizes, layer: int) -> tuple[float, float, float, float]:
     rows, each = tokens * moe.num_experts_per_tok, max(1, (moe.moe_intermediate_size or model.inner_width) // mesh.tp)
     inner, wide = each * rows * width, rows * model.hidden_size * width
     router = tokens * (model.hidden_size * 4 + moe.num_experts * 8)
-    total = router + 2 * wide + 4 * inner + 16 * rows
+    # Gate, up, the activation and the product; operations that are not fused save three more with a limit.
+    saved = 4 if moe.swiglu_limit is None or shares.fused else 7
+    total = router + 2 * wide + saved * inner + 16 * rows
+    if moe.expert_bias:
+        total += rows * moe.num_experts * width  # which expert a row belongs to
     kept = 2 * inner + 2 * wide
     if mesh.ep > 1:  # a token is sent once to each rank with one of its experts, and a row comes back
         kept += wide * (2 * moe.ranks_per_token(mesh.ep) / moe.num_experts_per_tok - 1)
