@@ -76,6 +76,23 @@ def test_four_ranks_and_single_rows_are_one_process(runner, write, model, sequen
     assert_equal_runs(alone_run, single_run)
 
 
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(
+    "parallel",
+    [{"cp": 2, "tp": 2}, pytest.param({"pp": 2, "dp_shard": 2, "ep": 2}, marks=pytest.mark.long)],
+    ids=["cp, tp", "pp, ep"],
+)
+def test_padding_counts_on_no_rank(runner, write, parallel):
+    model = DEEPSEEK | {"num_hidden_layers": 4, "moe": EXPERTS | {"capacity_factor": 0.8}}
+    padded = {"data": {"packing": "pad"}, "sequences": 8, "micro": 2, "steps": 2}
+    alone, alone_run = write("alone", model, **padded)
+    four, four_run = write("four", model, **padded, parallel=parallel)
+    runner.pool.run(four, 4, seconds=120)
+    assert train(alone) == 0
+    assert_equal_runs(alone_run, four_run)
+    assert 0 < metrics(alone_run)[-1]["dropped"] == pytest.approx(metrics(four_run)[-1]["dropped"], abs=1e-12)
+
+
 def test_a_run_goes_on_as_if_it_had_not_stopped(write):
     straight, straight_run = write("straight", DEEPSEEK, training={"dtype": "float32"})
     halves, halves_run = write("halves", DEEPSEEK, training={"dtype": "float32"}, checkpoint={"every": 2})

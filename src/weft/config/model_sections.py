@@ -55,13 +55,13 @@ class ExpertsSection(Section):
 
     capacity_factor: float | None = Field(None, gt=0)
     """Limits each expert in training to capacity_factor * sequence length * `num_experts_per_tok` / `num_experts`
-    tokens of a sequence, rounded up. An expert skips the later tokens of a sequence that exceed this capacity (Fedus et
-    al., 2021). Default: no limit.
+    tokens of a sequence, rounded up. The length does not include padding. An expert skips the later tokens of a
+    sequence that exceed this capacity (Fedus et al., 2021). Default: no limit.
     """
     router_aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the load balancing loss (Fedus et al., 2021), which is computed for each sequence."""
     router_z_loss_coef: float = Field(0.0, ge=0)
-    """Weight of the router z-loss, logsumexp(logits)^2 (Zoph et al., 2022)."""
+    """Weight of the router z-loss, logsumexp(logits)^2 (Zoph et al., 2022), averaged over each sequence."""
     correction_bias: bool = False
     """Whether the router adds a bias to the scores by which it chooses experts. The bias is updated to balance the load
     of the experts (Wang et al., 2024).

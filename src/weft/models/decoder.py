@@ -99,7 +99,8 @@ class Decoder(nn.Module):
                 be 1, because the tokens of all sequences are concatenated into one row.
             labels: `[batch, seq]`, the token ids to return log-probabilities of.
             loss_weights: `[batch]`, each sequence's weight in the step's loss, which scales the sequence's auxiliary
-                losses in training; None: no auxiliary losses.
+                losses in training; or `[batch, seq]`, the same divided among the sequence's tokens: experts count no
+                tokens of weight 0, such as padding. None: no auxiliary losses.
             logits_to_keep: indices `[kept]` along `seq`. If given, only the logits of these tokens are returned,
                 `[batch, kept, vocab]`.
             lengths: `[batch]`, lengths of the full sequences if `tokens` are shards of sequences (context parallelism);

@@ -292,7 +292,7 @@ class Passes:
             if inputs.get("positions") is None:  # the model would count from the start of the shard
                 inputs["positions"] = shard.positions
         if self.has_routers and learned_tokens is not None:
-            inputs["loss_weights"] = batch.weight.sum(1, dtype=torch.float64) / (learned_tokens or 1.0)
+            inputs["loss_weights"] = batch.router_weights(shard) / (learned_tokens or 1.0)
         return inputs
 
     def reduce_totals(self, total: torch.Tensor) -> torch.Tensor:

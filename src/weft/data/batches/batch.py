@@ -168,6 +168,22 @@ class Batch:
         layout = replace(self.layout, fields={**self.layout.fields, **fields})
         return replace(self, extra={**self.extra, **following}, layout=layout)
 
+    def router_weights(self, shard: Batch) -> torch.Tensor:
+        """Returns the model's input `loss_weights` (see `Decoder.forward`), before division by the step's weight.
+
+        If attention is within documents, documents without a token with loss do not count; padding is such a document.
+        The batch must have full sequences.
+
+        Args:
+            shard: this rank's tokens of the batch.
+        """
+        weights = self.weight.sum(1, dtype=torch.float64)
+        if self.segments is None:
+            return weights
+        learned = self.learned_documents
+        counted = self.at_tokens(learned).sum(1).clamp(min=1)
+        return shard.at_tokens(learned) * (weights / counted).unsqueeze(1)
+
     def weigh_documents(self) -> Batch:
         """Returns the batch with weights that are divided by their sum over the document.
 

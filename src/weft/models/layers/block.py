@@ -83,7 +83,7 @@ class Block(nn.Module):
             mask: bool `[batch or 1, 1, seq, keys]`, true where a query sees a key, or a mask that `attention_mask`
                 makes; None: causal.
             cache: earlier keys and values; the block appends its new keys and values.
-            loss_weights: `[batch]`, each sequence's weight in the step's loss (`Decoder.forward`).
+            loss_weights: each sequence's or token's weight in the step's loss (`Decoder.forward`).
         """
         inner = self.cast(x if self.attention_norm is None else self.attention_norm(x))
         attended = self.residual_branch(self.attention(inner, rotary, mask, cache), self.attention_post_norm)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +41,10 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: torch.Tensor, loss_weights: torch.Tensor | None = None) -> torch.Tensor:
         """Maps `x` `[batch, seq, hidden]` to `[batch, seq, hidden]`; `loss_weights` is as in `Decoder.forward`."""
         weights, chosen, scores = self.router(x)
-        dropped = self.router.over_capacity(chosen) if self.training else None
+        if loss_weights is not None and loss_weights.dim() == 1:
+            tokens_of_sequence = x.shape[1] * self.router.sequence_shards
+            loss_weights = (loss_weights / tokens_of_sequence).unsqueeze(1).expand(-1, x.shape[1])
+        dropped = self.router.over_capacity(chosen, loss_weights) if self.training else None
         tokens = tuple(None if tensor is None else tensor.flatten(0, 1) for tensor in (x, weights, chosen, dropped))
         if self.send is not None:
             tokens = (self.send(self.experts, *tokens),)
@@ -127,7 +129,7 @@ class Router(nn.Module):
             affinity = groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
         return affinity.topk(config.num_experts_per_tok, dim=-1).indices
 
-    def over_capacity(self, chosen: torch.Tensor) -> torch.Tensor | None:
+    def over_capacity(self, chosen: torch.Tensor, loss_weights: torch.Tensor | None = None) -> torch.Tensor | None:
         """Returns a bool mask, true where a token exceeds the chosen expert's capacity; None without a capacity limit.
 
         Capacity is counted within each sequence, and earlier tokens take precedence. So results do not depend on the
@@ -136,16 +138,27 @@ class Router(nn.Module):
 
         Args:
             chosen: indices of the chosen experts, `[batch, seq, num_experts_per_tok]`; the mask has the same shape.
+            loss_weights: as in `auxiliary_loss`. Tokens that do not count have a capacity of their own.
         """
-        return None if self.config.capacity_factor is None else self.on_full_sequence(self._over_capacity, chosen)
+        if self.config.capacity_factor is None:
+            return None
+        return self.on_full_sequence(self._over_capacity, self._apart(chosen, loss_weights))
 
     def _over_capacity(self, chosen: torch.Tensor) -> torch.Tensor:
-        config, (batch, seq, per_token) = self.config, chosen.shape
+        config, (batch, seq, _) = self.config, chosen.shape
         assert config.capacity_factor is not None
+        counted = chosen < config.num_experts
+        choices = torch.where(counted, counted.sum((1, 2), keepdim=True), (~counted).sum((1, 2), keepdim=True))
         # The small constant keeps a product that should be an integer from being rounded up.
-        capacity = math.ceil(config.capacity_factor * seq * per_token / config.num_experts - 1e-9)
-        counts = torch.zeros(batch, seq, config.num_experts, dtype=torch.int32, device=chosen.device)
+        capacity = (config.capacity_factor * choices.double() / config.num_experts - 1e-9).ceil()
+        counts = torch.zeros(batch, seq, 2 * config.num_experts, dtype=torch.int32, device=chosen.device)
         return counts.scatter_(2, chosen, 1).cumsum(1).gather(2, chosen) > capacity
+
+    def _apart(self, chosen: torch.Tensor, loss_weights: torch.Tensor | None) -> torch.Tensor:
+        """Returns `chosen`, plus the number of experts for tokens that do not count."""
+        if loss_weights is None:
+            return chosen
+        return torch.where((loss_weights > 0).unsqueeze(-1), chosen, chosen + self.config.num_experts)
 
     def auxiliary_loss(
         self,
@@ -162,30 +175,32 @@ class Router(nn.Module):
         Args:
             scores: router logits, `[batch, seq, experts]`.
             chosen: indices of the chosen experts, `[batch, seq, num_experts_per_tok]`.
-            loss_weights: `[batch]`, each sequence's weight in the step's loss. Sequences with weight 0 do not count.
+            loss_weights: `[batch, seq]`, as in `Decoder.forward`.
             dropped: mask that `over_capacity` returned.
         """
-        config, seq = self.config, chosen.shape[1] * self.sequence_shards
-        chosen = chosen.flatten(1)
-        counts = scores.new_zeros(len(chosen), config.num_experts)
-        counts = counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=counts.dtype))  # [batch, experts]
+        config, experts = self.config, self.config.num_experts
+        chosen = self._apart(chosen, loss_weights).flatten(1)
+        counts = scores.new_zeros(len(chosen), 2 * experts)
+        counts = counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=counts.dtype))
+        counts = counts[:, :experts]  # without tokens that do not count
         # Recomputation in backward adds 0. It must run the same operations as forward, because selective activation
         # checkpointing identifies operations by their order.
-        counted, alpha = (loss_weights > 0).unsqueeze(1), 0 if _recomputing() else 1
-        self.load.add_((counts * counted).sum(0), alpha=alpha)
+        alpha = 0 if _recomputing() else 1
+        self.load.add_(counts.sum(0), alpha=alpha)
         if dropped is not None:
-            drops = torch.zeros_like(counts).scatter_add_(1, chosen, dropped.flatten(1).to(counts.dtype))
-            self.dropped_counts.add_((drops * counted).sum(0), alpha=alpha)
-        losses = []
+            drops = scores.new_zeros(len(chosen), 2 * experts)
+            drops = drops.scatter_add_(1, chosen, dropped.flatten(1).to(drops.dtype))[:, :experts]
+            self.dropped_counts.add_(drops.sum(0), alpha=alpha)
+        losses, weights = [], loss_weights.to(scores.dtype)
         if config.router_aux_loss_coef:
             affinity = scores.sigmoid() if config.scoring_func == "sigmoid" else scores.softmax(-1)
-            affinity = (affinity / affinity.sum(-1, keepdim=True)).sum(1) / seq
+            affinity = (affinity / affinity.sum(-1, keepdim=True) * weights.unsqueeze(-1)).sum(1)
             counts, affinity = self.sum_over_sequence(torch.stack((counts, affinity)))
-            imbalance = (counts * affinity).sum(1) * (config.num_experts / (config.num_experts_per_tok * seq))
-            losses.append(config.router_aux_loss_coef * imbalance)
+            fractions = counts / counts.sum(1, keepdim=True).clamp(min=1)
+            losses.append(config.router_aux_loss_coef * experts * (fractions * affinity).sum())
         if config.router_z_loss_coef:
-            losses.append(config.router_z_loss_coef * scores.logsumexp(-1).square().sum(1) / seq)
-        return (torch.stack(losses).sum(0) * loss_weights.to(losses[0].dtype)).sum() if losses else None
+            losses.append(config.router_z_loss_coef * (scores.logsumexp(-1).square() * weights).sum())
+        return torch.stack(losses).sum() if losses else None
 
 
 class Experts(nn.Module):
