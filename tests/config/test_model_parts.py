@@ -245,3 +245,34 @@ def test_the_schema_and_the_page_know_the_parts():
         assert not check({"model": keys}), keys
     assert "| `norm` | `rmsnorm`, `rmsnorm1p`, `layernorm` or module:Class | `rmsnorm` |" in markdown()
     assert "#### model.attention_pattern: `type: bigbird`" in markdown()
+
+
+SIZES = "data: {train: store, sequence_length: 64}\ntraining: {steps: 3}\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("sliding_window: 0, sliding_window_pattern: 2", "sliding_window: must be at least 1, not 0"),
+        ("sliding_window: -5, layer_types: [sliding_attention]", "sliding_window: must be at least 1, not -5"),
+        ("sliding_window: .inf, sliding_window_pattern: 2", "sliding_window: must be ... .inf"),
+        ("sliding_window: 1e30, sliding_window_pattern: 2", "sliding_window: must be at most 2147483647, not"),
+        ("sliding_windw: 4, sliding_window_pattern: 2", "sliding_windw: unknown key; did you mean"),
+        ("sliding_window_pattern: 2", "sliding_window_pattern: the sliding window has no size; set"),
+        ("alibi_bias_max: 16", "alibi_bias_max: no effect, because model.position is rope; remove the key, or set"),
+        ("position: none, alibi_bias_max: 2", "alibi_bias_max: no effect, because model.position is none; remove"),
+        ("position: alibi, alibi_bias_max: 1e308", "alibi_bias_max: must be at most 126, not"),
+    ],
+)
+def test_windows_and_slopes(model, said):
+    (found,) = problems(f"model: {{num_hidden_layers: 1, hidden_size: 64, num_attention_heads: 4, {model}}}\n{SIZES}")
+    assert shows(found, f"run.yaml:1: model.{said}")
+
+
+def test_the_largest_bias_has_slopes_above_zero():
+    torch = pytest.importorskip("torch")
+    from weft.kernels.attention import alibi_slopes
+
+    model = "{num_hidden_layers: 1, hidden_size: 96, num_attention_heads: 6, position: alibi, alibi_bias_max: 126}"
+    config = load(f"model: {model}\n{SIZES}").model
+    assert (alibi_slopes(6, config.alibi_bias_max, torch.device("cpu")) >= torch.finfo(torch.float32).tiny).all()

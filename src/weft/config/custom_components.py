@@ -31,6 +31,7 @@ def check_components(draft: Draft) -> None:
         if isinstance(chosen, str) and ":" in chosen:
             _check_class(draft, f"model.{name}", chosen, kind)
     _check_attention(draft)
+    _check_bias(draft)
     pattern = draft.get("model.attention_pattern")
     if pattern is None:
         return
@@ -41,6 +42,17 @@ def check_components(draft: Draft) -> None:
     if pattern["type"] == "fixed" and last > stride:
         what = f"{last} is more than the {stride} tokens of a block (stride); set at most {stride}"
         draft.report("model.attention_pattern.expressivity", what, "model.attention_pattern.stride")
+
+
+def _check_bias(draft: Draft) -> None:
+    """Reports a maximum exponent of slopes without ALiBi, unless it is the default: the run directory has all keys."""
+    key, position = "model.alibi_bias_max", draft.get("model.position")
+    written, default = draft.tree.get(*key.split(".")), ModelSection.model_fields["alibi_bias_max"].default
+    if written is None or written.origin is not None or position in (None, "alibi"):
+        return
+    if draft.get(key) not in (None, default):
+        what = f"no effect, because model.position is {position}; remove the key, or set model.position: alibi"
+        draft.report(key, what)
 
 
 def _check_class(draft: Draft, key: str, chosen: str, kind: str) -> None:

@@ -96,11 +96,12 @@ class ModelSection(Section):
     """
     no_rope_layer_interval: int | None = Field(None, ge=1)
     """Interval N: layers N, 2N, 3N, ... (counted from 1) have no rotary embedding. Default: all layers have one."""
-    alibi_bias_max: float = Field(8.0, gt=0)
+    alibi_bias_max: float = Field(8.0, gt=0, le=126)
     """Maximum exponent of the ALiBi slopes. If the number of heads H is a power of two, head h (counted from 1) has the
-    slope 2^-(alibi_bias_max * h / H) per token; for other H, see Press et al. (2022).
+    slope 2^-(alibi_bias_max * h / H) per token; for other H, see Press et al. (2022). Slopes below 2^-126 are not
+    normal numbers in float32.
     """
-    sliding_window: int | None = Field(None, ge=1)
+    sliding_window: int | None = Field(None, ge=1, le=2**31 - 1)
     """Window size in tokens, counting the query itself. Default: no window."""
     sliding_window_pattern: int | None = Field(None, ge=1)
     """Interval N: layers N, 2N, 3N, ... (counted from 1) have no sliding window. Default: all layers have the window.

@@ -20,7 +20,7 @@ class ModelMistake(NamedTuple):
         key: the key, without `model.`.
         what: the message.
         also: other keys that the error depends on. If no line sets `key`, the error is reported at a line that sets one
-            of these keys.
+            of these keys. If one of these keys has an error of its own, this error is not reported.
     """
 
     key: str
@@ -108,7 +108,8 @@ def _layers(model: ModelSection) -> Iterator[ModelMistake]:
         slides = "sliding_attention" in (model.layer_types or [])
         for name, needs_size in (("layer_types", slides), ("sliding_window_pattern", True)):
             if needs_size and getattr(model, name) is not None:
-                yield ModelMistake(name, "the sliding window has no size; set model.sliding_window")
+                what = "the sliding window has no size; set model.sliding_window"
+                yield ModelMistake(name, what, ("sliding_window",))
 
 
 def _rotary(model: ModelSection) -> Iterator[ModelMistake]:

@@ -43,8 +43,11 @@ def apply_rules(draft: Draft, *, check_data: bool) -> list[Problem]:
         Problems that are not reported: the training data or the length of the run are missing. `Trainer.step` needs
         neither.
     """
+    unknown = {problem.key for problem in draft.problems} | draft.meant
     for key, what, also in model_mistakes(known_model(draft.get)):
-        draft.report(f"model.{key}", what, *(f"model.{name}" for name in also))
+        others = [f"model.{name}" for name in also]
+        if unknown.isdisjoint(others):
+            draft.report(f"model.{key}", what, *others)
     check_components(draft)
     lacks = _missing_for_fit(draft)
     _check_run_length(draft)
