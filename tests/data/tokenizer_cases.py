@@ -4,6 +4,7 @@ import json
 import random
 import sys
 import unicodedata
+from functools import cache
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -94,13 +95,19 @@ def by_pairs(pattern: str, *, nfc: bool = False, seed: int = 0) -> tokenizers.To
 
 def trained(pattern: str, texts: list[str], *, nfc: bool = False, size: int = 1500) -> tokenizers.Tokenizer:
     """A byte-level tokenizer with one of PATTERNS, trained on texts."""
+    made = tokenizers.Tokenizer.from_str(_trained(pattern, tuple(texts), nfc, size))
+    made.add_special_tokens([SPECIAL])
+    return made
+
+
+@cache
+def _trained(pattern: str, texts: tuple[str, ...], nfc: bool, size: int) -> str:
     made = _byte_level(tokenizers.Tokenizer(models.BPE()), pattern, nfc)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     )
-    made.add_special_tokens([SPECIAL])
-    return made
+    return made.to_str()
 
 
 def _byte_level(made: tokenizers.Tokenizer, pattern: str, nfc: bool) -> tokenizers.Tokenizer:
@@ -119,8 +126,8 @@ def _byte_level(made: tokenizers.Tokenizer, pattern: str, nfc: bool) -> tokenize
     return made
 
 
-def llama2_like(texts: list[str], shape: str) -> tokenizers.Tokenizer:
-    """BPE on whole texts with byte fallback; `shape`: "prepend", "gemma", or Metaspace's "always", "first", "never"."""
+@cache
+def _trained_with_fallback(texts: tuple[str, ...]) -> str:
     made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     # Trained on words, as sentencepiece does.
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
@@ -131,7 +138,12 @@ def llama2_like(texts: list[str], shape: str) -> tokenizers.Tokenizer:
     )
     content = json.loads(made.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in byte_tokens]
-    made = tokenizers.Tokenizer.from_str(json.dumps(content))
+    return json.dumps(content)
+
+
+def llama2_like(texts: list[str], shape: str) -> tokenizers.Tokenizer:
+    """BPE on whole texts with byte fallback; `shape`: "prepend", "gemma", or Metaspace's "always", "first", "never"."""
+    made = tokenizers.Tokenizer.from_str(_trained_with_fallback(tuple(texts)))
     if shape == "prepend":
         made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         made.pre_tokenizer = None
