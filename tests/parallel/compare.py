@@ -150,7 +150,7 @@ class Runner:
 
     def __init__(self, folder: Path, *, steps: int = STEPS, seconds: float = 60):
         self.folder, self.steps, self.seconds, self.pool = folder, steps, seconds, Pool()
-        self.references: dict[tuple[str, str, int, int], Run] = {}
+        self.references: dict[tuple[str, str, int, int | None, int], Run] = {}
 
     def run(
         self, case: Case, *, steps: int | None = None, name: str | None = None, fresh: bool = True, **sections
@@ -171,9 +171,9 @@ class Runner:
     def reference(self, case: Case, *, steps: int | None = None) -> Run:
         """The run of one process that a case must be equal to."""
         steps = steps or self.steps
-        key = (case.model, case.way, case.layers, steps)
+        key = (case.model, case.way, case.layers, case.sequences, steps)
         if key not in self.references:
-            name = f"{case.model}-{case.way}-{case.layers}-layers-{steps}-steps"
+            name = f"{case.model}-{case.way}-{case.layers}-layers-{case.sequences or 'all'}-sequences-{steps}-steps"
             self.references[key] = self.run(replace(case, mesh={}), steps=steps, name=name)
         return self.references[key]
 

@@ -278,12 +278,17 @@ COMPILED = [
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a way of training it, a mesh; and the number of the model's layers, and of those of its teacher."""
+    """A model, a way of training it, a mesh; and the number of the model's layers, and of those of its teacher.
+
+    Attributes:
+        sequences: of a step; None: as many as the way has.
+    """
 
     model: str
     way: str
     mesh: dict[str, Any] = field(default_factory=dict)
     layers: int = LAYERS
+    sequences: int | None = None
 
     def __str__(self) -> str:
         return f"{self.model}-{self.way}-{mesh_name(self.mesh)}"
@@ -377,31 +382,32 @@ def matrix() -> list[Case]:
 
 
 # What `make test` runs of it: every axis, model of `MODELS` and family of objectives, and the schedules that no other
-# test has. As few ranks as these take: each costs a second of a core; and half of the layers, where this is enough.
+# test has. As few ranks as these take: each costs a second of a core; and half of the layers, where this is enough. Two
+# micro-batches on each data rank add up as four do, and of 3 sequences the last one is half empty, as of 7.
 # Other tests compare runs on two axes: `test_callbacks_on_ranks.py` on `pp` and `cp`, `test_experts.py` on
 # `dp_replicate` and `dp_shard`, and `test_between_meshes.py` on `pp` and `tp`.
 _SMALL = partial(Case, layers=2)
 SAMPLE = [
-    _SMALL("dense", "dropout", {"dp_shard": 2}),
+    _SMALL("dense", "dropout", {"dp_shard": 2}, sequences=4),
     Case("dense", "clipping", {"dp_shard": 2, "tp": 2}, layers=1),
-    Case("two_groups", "plain", {"tp": 4}, layers=1),
-    _SMALL("tied", "masked", {"cp": 2}),
+    Case("two_groups", "plain", {"tp": 4}, layers=1, sequences=4),
+    _SMALL("tied", "masked", {"cp": 2}, sequences=4),
     _SMALL("tied", "uneven", {"pp": 2}),
     _SMALL("moe", "masked", {"dp_shard": 2, "ep": 2}),
-    _SMALL("moe", "plain", {"cp": 2, "tp": 2, "ep": 2}),
-    _SMALL("capacity", "masked", {"cp": 2, "ep": 2, "cp_method": "all_gather"}),
-    _SMALL("tied", "sft_sequences", {"tp": 2}),
+    _SMALL("moe", "plain", {"cp": 2, "tp": 2, "ep": 2}, sequences=4),
+    _SMALL("capacity", "masked", {"cp": 2, "ep": 2, "cp_method": "all_gather"}, sequences=4),
+    _SMALL("tied", "sft_sequences", {"tp": 2}, sequences=3),
     Case("gqa", "z_loss", {"pp": 2, "pp_schedule": "looped_bfs"}),
     _SMALL("dense", "mtp", {"pp": 2}),
-    _SMALL("gqa", "gspo_lora", {"cp": 2}),
+    _SMALL("gqa", "gspo_lora", {"cp": 2}, sequences=4),
     Case("tied", "frozen", {"pp": 2, "pp_schedule": "interleaved_zero_bubble"}),
     _SMALL("gqa", "dora", {"dp_shard": 2}),
     _SMALL("tied", "distill", {"pp": 2}),
-    Case("dense", "distill_hidden", {"tp": 2}),
-    _SMALL("moe", "qlora", {"tp": 2}),
+    Case("dense", "distill_hidden", {"tp": 2}, sequences=3),
+    _SMALL("moe", "qlora", {"tp": 2}, sequences=4),
     _SMALL("moe", "dpo", {"pp": 2}),
     _SMALL("gqa", "kto", {"dp_shard": 2}),
-    _SMALL("tied", "reward", {"tp": 2}),
+    _SMALL("tied", "reward", {"tp": 2}, sequences=3),
 ]
 # The same on more ranks, and what is a part of these; `make test-long` runs them.
 LARGER_SAMPLE = [
@@ -433,6 +439,7 @@ def _model(case: Case) -> dict[str, Any]:
 def write_run(folder: Path, case: Case, *, steps: int = STEPS, name: str = "run", **sections: Any) -> Path:
     """The YAML file of a case's run, whose directory is `folder/name`; `sections` are merged into its own."""
     way = WAYS[case.way]
+    fewer = {} if case.sequences is None else {"batch_tokens": case.sequences * 32}
     content: dict[str, Any] = {
         "run": {"name": name, "directory": str(folder), "seed": 7},
         # Of an adapter's run, the base model has the shape: `Runner.run` names it.
@@ -440,7 +447,7 @@ def write_run(folder: Path, case: Case, *, steps: int = STEPS, name: str = "run"
         "data": {"sequence_length": 32} | way["data"],
         "optimizer": {"type": "matrix_parts:PlainSGD", "lr": 0.3},
         "schedule": {"type": "constant"},
-        "training": {"steps": steps, "dtype": "float64", "grad_clip": None, "threads": 1, **way["training"]},
+        "training": {"steps": steps, "dtype": "float64", "grad_clip": None, "threads": 1, **way["training"], **fewer},
         "parallel": {"dp_shard": 1, **case.mesh},
         "checkpoint": {"every": 1, "keep_last": 10},
         "log": {"every": 1, "trackers": []},

@@ -19,7 +19,7 @@ def test_ranks_train_twice(tmp_path):
     """On another mesh with the same tensor ranks, whose groups have other names by then."""
     pool = Pool()
     meshes = {"first": {"cp": 2, "tp": 2}, "second": {"dp_shard": 2, "tp": 2}}
-    cases = {name: Case("tied", "plain", mesh, layers=1) for name, mesh in meshes.items()}
+    cases = {name: Case("tied", "plain", mesh, layers=1, sequences=4) for name, mesh in meshes.items()}
     files = [write_run(tmp_path, case, name=name, steps=2) for name, case in cases.items()]
     try:
         pool.call(fit_all, 4, files, seconds=120)
