@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,10 +70,9 @@ def agree_on_settings(training: TrainingSection, world: World) -> TrainingSectio
 
 
 def apply_choices(training: TrainingSection) -> None:
-    """Sets the number of threads and the behavior of the memory allocator in this process."""
+    """Sets the number of threads of this process."""
     if training.threads is not None:
         torch.set_num_threads(training.threads)
-    keep_freed_memory()
 
 
 def prepare_environment(config: RunConfig, *, gpu: bool | None = None) -> list[str]:
@@ -163,10 +163,12 @@ def bfloat16_is_faster(device: torch.device) -> bool:
     return seconds(torch.bfloat16) < 0.8 * seconds(torch.float32)
 
 
+@cache
 def keep_freed_memory() -> None:
     """Makes glibc keep freed memory, so that the activations of each step reuse the same addresses.
 
-    Without this setting, each large tensor of a step is a new mapping, which the kernel clears page by page. Does
+    Without this setting, each large tensor of a step is a new mapping, which the kernel clears page by page. What stays
+    is allocated before: optimizer state where activations were leaves no room for the largest of the next step. Does
     nothing with another C library.
     """
     m_mmap_max, m_trim_threshold = -4, -1

@@ -34,7 +34,7 @@ from weft.observe.run_info import RunInfo
 from weft.observe.status import LONG, doing
 from weft.observe.tracking import Tracking
 from weft.parallel.ranks import all_gather_object
-from weft.train.auto_settings import DTYPES
+from weft.train.auto_settings import DTYPES, keep_freed_memory
 from weft.train.clock import StepClock
 from weft.train.data import Data
 from weft.train.example import write_example
@@ -236,12 +236,8 @@ class Recorder:
             The metrics of the step so far.
         """
         self.clock.end(size, sequence, wait=logged)
-        line = {
-            "step": step,
-            **measured,
-            **self.clock.metrics(),
-            "memory_bytes": memory_bytes(self.world.device),
-        }
+        keep_freed_memory()  # from the first update on: the optimizer has its state
+        line = {"step": step, **measured, **self.clock.metrics(), "memory_bytes": memory_bytes(self.world.device)}
         if self.bar is not None and self.prints:
             self.bar.update(step, **{key: line[key] for key in ("loss", "lr", "tokens_per_second")})
         return line
