@@ -107,6 +107,12 @@ COMPILED = {
 }
 
 
+def _in_a_group() -> bool:
+    """Whether this process has a process group."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
+
+
 @pytest.fixture(autouse=True)
 def _same_start():
     """Every test starts from the same seed, measures no device and leaves no compiled code behind.
@@ -122,10 +128,10 @@ def _same_start():
         from pool import no_measuring
 
         no_measuring()
+    before = _in_a_group()  # of a fixture that other tests share
     yield
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():  # a later test in this process would fail
-        distributed.destroy_process_group()
+    if _in_a_group() and not before:  # a later test in this process would fail
+        sys.modules["torch.distributed"].destroy_process_group()
         pytest.fail("the test left its process group; close its world")
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
