@@ -130,15 +130,15 @@ def _same_start():
         no_measuring()
     before = _in_a_group()  # of a fixture that other tests share
     yield
-    if _in_a_group() and not before:  # a later test in this process would fail
+    if left := _in_a_group() and not before:  # a later test in this process would fail
         sys.modules["torch.distributed"].destroy_process_group()
-        pytest.fail("the test left its process group; close its world")
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
     for name, function in COMPILED.items():
         if (module := sys.modules.get(name)) is not None:
             getattr(module, function).cache_clear()
+    assert not left, "the test left its process group; close its world"
 
 
 # --- A corpus of made-up words, its tokenizer and its token stores: made once per worker, by the public commands. ---

@@ -103,7 +103,8 @@ def test_a_frozen_head_gets_no_gradient_and_changes_nothing():
 @pytest.mark.parametrize("softcap", [pytest.param(None, marks=pytest.mark.long), 2.0])
 def test_compiled_equals_uncompiled(softcap, monkeypatch):
     torch.manual_seed(0)
-    hidden, weight = torch.randn(7, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    dtype = torch.bfloat16 if softcap is None else torch.float32  # float32 is compiled with a soft cap only
+    hidden, weight = (torch.randn(rows, 8, dtype=dtype, requires_grad=True) for rows in (7, 30))
     labels = torch.randint(0, 30, (7,))
     small_blocks(monkeypatch, 30)
 
@@ -112,7 +113,7 @@ def test_compiled_equals_uncompiled(softcap, monkeypatch):
         return out, *torch.autograd.grad((out * torch.arange(14).view(7, 2)).sum(), (hidden, weight))
 
     for a, b in zip(run(False), run(True), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+        assert torch.allclose(a, b, atol=1e-5 if a.dtype == torch.float32 else 2e-2)
 
 
 def test_float32_is_not_compiled_on_a_cpu(monkeypatch):

@@ -349,6 +349,19 @@ def test_padding_does_not_count_in_the_size_of_the_noise(own, side):
         assert 0.95 * most < inside.max() <= most * 1.001
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_experts_do_not_count_padding(own, side):
+    moe = {"num_experts": 4, "num_experts_per_tok": 2}
+    text, filler = tokens(0, 2, 9), torch.full((2, 7), 3)
+    padded = torch.cat((text, filler) if side == "right" else (filler, text), 1)
+    mask = torch.arange(16) < 9 if side == "right" else torch.arange(16) >= 7
+    batches = {"tokens": text}, {"tokens": padded, "attention_mask": mask.expand(2, -1)}
+    optimizer = {"type": "adamw", "lr": 1e-30}
+    with weft.Trainer(own(model={"moe": moe}, optimizer=optimizer), batches="global") as trainer:
+        loads = [trainer.step(batch)["expert_load"] for batch in batches]
+    assert loads[0] == loads[1] > 1
+
+
 def test_to_close_an_unused_trainer_does_nothing(own, tmp_path):
     trainer = weft.Trainer(own(), batches="global")
     assert trainer.close() is None

@@ -48,7 +48,7 @@ def _check_bias(draft: Draft) -> None:
     """Reports a maximum exponent of slopes without ALiBi, unless it is the default: the run directory has all keys."""
     key, position = "model.alibi_bias_max", draft.get("model.position")
     written, default = draft.tree.get(*key.split(".")), ModelSection.model_fields["alibi_bias_max"].default
-    if written is None or written.origin is not None or position in (None, "alibi"):
+    if written is None or written.origin is not None or position in (None, "alibi") or ":" in position:
         return
     if draft.get(key) not in (None, default):
         what = f"no effect, because model.position is {position}; remove the key, or set model.position: alibi"

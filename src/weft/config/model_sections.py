@@ -61,7 +61,7 @@ class ExpertsSection(Section):
     router_aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the load balancing loss (Fedus et al., 2021), which is computed for each sequence."""
     router_z_loss_coef: float = Field(0.0, ge=0)
-    """Weight of the router z-loss, logsumexp(logits)^2 (Zoph et al., 2022), averaged over each sequence."""
+    """Weight of the router z-loss, logsumexp(logits)^2 (Zoph et al., 2022): the mean of a sequence without padding."""
     correction_bias: bool = False
     """Whether the router adds a bias to the scores by which it chooses experts. The bias is updated to balance the load
     of the experts (Wang et al., 2024).

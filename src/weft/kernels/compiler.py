@@ -93,8 +93,8 @@ def compile_once(graph: torch.fx.GraphModule, inputs: list[Any], *, options: dic
     No collective runs while a process compiles, so no process waits for one that waits for it. If compiling fails, the
     graph is compiled again. Unless a signal stopped the C++ compiler, code in the cache may be damaged, or the compiler
     be too old for the processor: the cache is emptied first, and from then on, all processes test the vector
-    instructions, which takes seconds. A folder that the user chose is left as it is: its subfolder `weft/again` takes
-    its place for the rest of the process.
+    instructions and use the compiler's own linker, which takes seconds. A folder that the user chose is left as it is:
+    its subfolder `weft/again` takes its place for the rest of the process.
     """
     folder = Path(os.environ[FOLDER]) if FOLDER in os.environ else None
     failed = folder / "weft" / "failed" if folder is not None else None

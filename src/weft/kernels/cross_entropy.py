@@ -90,7 +90,7 @@ class _Logprobs(torch.autograd.Function):
 
     Logits are saved in the inputs' dtype, and backward overwrites them with their gradient. Only one chunk of logits at
     a time is upcast. In float32 on CPUs, exp(logits - maximum) takes their place, and is all that backward needs of
-    them (`_Apart`). `compiled` then changes nothing: compiled code takes as long, and seconds to compile.
+    them (`_TokenFactors`). `compiled` then changes nothing: compiled code takes as long, and seconds to compile.
     """
 
     @staticmethod
@@ -138,10 +138,10 @@ class _Logprobs(torch.autograd.Function):
         label_gradient = gradient if is_local is None else gradient * is_local
         softmax_gradient = -gradient if normalizer_gradient is None else normalizer_gradient.reshape(-1) - gradient
         kept, ctx.kept = ctx.kept, None
-        maxima, apart = ctx.maxima, None
+        maxima, factors = ctx.maxima, None
         differentiate = _compiled(_differentiate) if ctx.compiled else _differentiate
         if maxima is not None:
-            apart = _Apart(labels, softmax_gradient * (maxima - normalizers).exp_(), label_gradient)
+            factors = _TokenFactors(labels, softmax_gradient * (maxima - normalizers).exp_(), label_gradient)
 
         def overwrite(block, logits):
             for rows in _chunks(logits, ctx.compiled):
@@ -151,14 +151,14 @@ class _Logprobs(torch.autograd.Function):
                 elif kept is None:
                     _exponentiate(logits[rows], maxima[block][rows])
 
-        return *head_gradients(hidden, weight, kept, overwrite, ctx.needs_input_grad, apart), None, None, None, None
+        return *head_gradients(hidden, weight, kept, overwrite, ctx.needs_input_grad, factors), None, None, None, None
 
 
-class _Apart(NamedTuple):
-    """What turns exp(logits - maximum) into the gradient of the logits, if it is applied to the products' results.
+class _TokenFactors(NamedTuple):
+    """Factors per token that turn exp(logits - maximum) into the gradient of the logits.
 
-    The gradient is `scales * exp(logits - maximum)`, and `label_gradient` more at the label. Rows' factors commute with
-    products, so the products need no pass over the logits.
+    The gradient is `scales * exp(logits - maximum)`, and `label_gradient` more at the label. The factors are applied to
+    the results of the products, not to the logits: backward needs no pass over them.
 
     Attributes:
         labels, scales, label_gradient: `[tokens]`.
@@ -180,32 +180,31 @@ def _logits(hidden, weight):
     return torch.mm(hidden, weight.mT, out=rows[:, :-16])
 
 
-def head_gradients(hidden, weight, kept, overwrite, needed, apart: _Apart | None = None):
+def head_gradients(hidden, weight, kept, overwrite, needed, factors: _TokenFactors | None = None):
     """Returns the gradients of `hidden` and `weight`, each None if not `needed`, from the gradient of the logits.
 
     Args:
         kept: the logits of all tokens, or None to recompute them in blocks.
         overwrite: function `(block, logits)` that overwrites the logits `[tokens of the block, vocab]` of a block, a
             slice of the tokens, with their gradient.
-        apart: what `overwrite` leaves out of the gradient.
+        factors: what turns the result of `overwrite` into the gradient, if it is not the gradient itself.
     """
     blocks = list(slices(len(hidden), KEPT_ELEMENTS // len(weight)))
     hidden_gradient, weight_gradient = torch.empty_like(hidden) if needed[0] else None, None
     for block in blocks:
         logits = _logits(hidden[block], weight) if kept is None else kept
         overwrite(block, logits)
-        tokens = scaled = hidden[block]
-        if apart is not None:
-            labels, (scales, chosen) = apart.labels[block], (x[block].unsqueeze(-1) for x in apart[1:])
-            scaled = tokens * scales
+        tokens = hidden[block]
+        if factors is not None:
+            labels, (scales, chosen) = factors.labels[block], (x[block].unsqueeze(-1) for x in factors[1:])
         if hidden_gradient is not None:
             found = matmul(logits, weight, out=hidden_gradient[block])
-            if apart is not None:
+            if factors is not None:
                 found.mul_(scales).addcmul_(weight[labels], chosen)
         if not needed[1]:
             continue
-        product = matmul(logits.mT, scaled)
-        if apart is not None:
+        product = matmul(logits.mT, tokens if factors is None else tokens * scales)
+        if factors is not None:
             product.index_add_(0, labels, tokens * chosen)
         if len(blocks) > 1:  # accumulated in the wider dtype
             product = product.to(torch.promote_types(product.dtype, torch.float32))

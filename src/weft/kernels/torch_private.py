@@ -6,7 +6,8 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -47,9 +48,11 @@ def compile_graph(
         options = {"cpp.vec_isa_ok": True, **options}
     early = {"force_non_lazy_backward_lowering": True} if hasattr(functorch, "force_non_lazy_backward_lowering") else {}
     _choose_linker(() if careful or sys.platform != "linux" else ("lld", "gold"))
-    if all(x.device.type == "cpu" for x in inputs if isinstance(x, torch.Tensor)):
-        threading.Thread(target=_compile_header, args=[options], daemon=True).start()
-    with functorch.patch(early), _waits_at_the_end():
+    cpu = {x.device.type for x in inputs if isinstance(x, torch.Tensor)} == {"cpu"}
+    # On GPUs, Inductor's cache keeps only kernels that were awaited.
+    with functorch.patch(early), config.patch(options), _waits_at_the_end() if cpu else nullcontext():
+        if cpu:  # in a copy of the context, which has the patched configuration
+            threading.Thread(target=copy_context().run, args=[_compile_header], daemon=True).start()
         return compile_fx(graph, inputs, config_patches=options)
 
 
@@ -71,15 +74,14 @@ def _with_linker(flags: Callable[..., tuple[list, list]], name: str, *args: Any,
     return compiler, [*linker, f"fuse-ld={name}"]
 
 
-def _compile_header(options: dict[str, Any]) -> None:
-    """Compiles what all kernels include, 10 s where it is missing, while the first graph is lowered to kernels.
+def _compile_header() -> None:
+    """Compiles what all kernels include, 10 s where it is missing, while a graph is lowered to kernels.
 
     The kernels wait for it, and compile it if this fails.
     """
-    from torch._inductor import config
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    with config.patch(options), suppress(Exception):
+    with suppress(Exception):
         CppPythonBindingsCodeCache.load_pybinding_async([], "#include <torch/csrc/inductor/cpp_prefix.h>\n")
 
 

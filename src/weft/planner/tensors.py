@@ -178,7 +178,7 @@ def _mlp(sizes: Sizes, layer: int) -> tuple[float, float, float, float]:
     saved = 4 if moe.swiglu_limit is None or shares.fused else 7
     total = router + 2 * wide + saved * inner + 16 * rows
     if moe.expert_bias:
-        total += rows * moe.num_experts * width  # which expert a row belongs to
+        total += rows * moe.num_experts / mesh.ep * width  # which expert a row belongs to
     kept = 2 * inner + 2 * wide
     if mesh.ep > 1:  # a token is sent once to each rank with one of its experts, and a row comes back
         kept += wide * (2 * moe.ranks_per_token(mesh.ep) / moe.num_experts_per_tok - 1)

@@ -167,9 +167,9 @@ def bfloat16_is_faster(device: torch.device) -> bool:
 def keep_freed_memory() -> None:
     """Makes glibc keep freed memory, so that the activations of each step reuse the same addresses.
 
-    Without this setting, each large tensor of a step is a new mapping, which the kernel clears page by page. What stays
-    is allocated before: optimizer state where activations were leaves no room for the largest of the next step. Does
-    nothing with another C library.
+    Without this setting, each large tensor of a step is a new mapping, which the kernel clears page by page. Call
+    it after the first update: optimizer state in the place of freed activations would leave no room there for the
+    largest activations of the next step. Does nothing with another C library.
     """
     m_mmap_max, m_trim_threshold = -4, -1
     try:

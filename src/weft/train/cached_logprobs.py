@@ -24,6 +24,7 @@ from weft.observe.status import LONG, alive, doing
 from weft.parallel.objective import Objective
 from weft.parallel.passes import FrozenModel, Passes
 from weft.parallel.ranks import broadcast_object, error_on_all_ranks
+from weft.train.auto_settings import keep_freed_memory
 from weft.train.cache_entries import entry_path, read_or_lock, unwritable
 from weft.train.data import Data
 from weft.train.frozen_sources import FrozenModels
@@ -105,6 +106,7 @@ def _compute(
 
     Each data rank processes some of the sequences. Documents that no sequence has are 0.
     """
+    keep_freed_memory()
     world, size = job.world, data.length.micro_batch_size if isinstance(data.length, RunLength) else 1
     rank = {"rank": world.data_rank, "ranks": world.data_ranks}
     batches = ValidationBatches(dataset, batch_size=size * world.data_ranks, layout=layout, **rank)

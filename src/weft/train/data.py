@@ -119,8 +119,9 @@ def layout_of(objective: object, config: RunConfig) -> Layout:
         raise UserError(f'objective: {name}.data is {kind!r}; set "text" or "preferences"')
     weigh_documents = bool(getattr(objective, "weigh_documents", False))
     last_tokens = bool(getattr(objective, "last_tokens", False))
-    # The size of noise, and which token is a document's last, depend on the number of tokens.
-    separate = bool(getattr(objective, "embedding_noise", 0.0)) or last_tokens
+    # The size of noise, which token is a document's last, and what experts count depend on the number of tokens.
+    routers = getattr(config.model, "moe", None) is not None
+    separate = bool(getattr(objective, "embedding_noise", 0.0)) or last_tokens or routers
     fields = {**fields, **dict.fromkeys(computed, Field(dtype="float64", per_document=True))}
     positions, size = None, getattr(config.model, "vocab_size", None)
     if isinstance(config.model, ModelSection) and config.model.position == "learned":

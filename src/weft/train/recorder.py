@@ -223,7 +223,7 @@ class Recorder:
         self.clock.data_arrived()
 
     def end_step(self, step: int, size: int, sequence: int, *, logged: bool, **measured: float) -> dict[str, Any]:
-        """Stops the timer of the step, before validation, samples and checkpoints.
+        """Stops the timer of the step, before validation, samples and checkpoints. Then freed memory is kept.
 
         Args:
             step: number of updates, including this update.

@@ -73,10 +73,11 @@ def _measure(args: argparse.Namespace, world: World) -> None:
     from weft.planner.hardware_files import hardware_yaml, write_hardware
     from weft.planner.measure import busy_warning, device_name, measure_device
     from weft.planner.measured_device import device_tree, mean_of_ranks, run_operators
-    from weft.train.auto_settings import agree_on_settings
+    from weft.train.auto_settings import agree_on_settings, keep_freed_memory
 
     console = Console(prints=world.rank == 0)
     chosen = agree_on_settings(TrainingSection(), world).dtype
+    keep_freed_memory()  # as in a run
     others = [name for name in ("bfloat16", "float32") if name != chosen]
     dtypes = list(dict.fromkeys(args.dtype or [chosen, *others]))
     operators = []

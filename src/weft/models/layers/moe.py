@@ -142,7 +142,7 @@ class Router(nn.Module):
         """
         if self.config.capacity_factor is None:
             return None
-        return self.on_full_sequence(self._over_capacity, self._apart(chosen, loss_weights))
+        return self.on_full_sequence(self._over_capacity, self._mark_uncounted(chosen, loss_weights))
 
     def _over_capacity(self, chosen: torch.Tensor) -> torch.Tensor:
         config, (batch, seq, _) = self.config, chosen.shape
@@ -154,7 +154,7 @@ class Router(nn.Module):
         counts = torch.zeros(batch, seq, 2 * config.num_experts, dtype=torch.int32, device=chosen.device)
         return counts.scatter_(2, chosen, 1).cumsum(1).gather(2, chosen) > capacity
 
-    def _apart(self, chosen: torch.Tensor, loss_weights: torch.Tensor | None) -> torch.Tensor:
+    def _mark_uncounted(self, chosen: torch.Tensor, loss_weights: torch.Tensor | None) -> torch.Tensor:
         """Returns `chosen`, plus the number of experts for tokens that do not count."""
         if loss_weights is None:
             return chosen
@@ -179,7 +179,7 @@ class Router(nn.Module):
             dropped: mask that `over_capacity` returned.
         """
         config, experts = self.config, self.config.num_experts
-        chosen = self._apart(chosen, loss_weights).flatten(1)
+        chosen = self._mark_uncounted(chosen, loss_weights).flatten(1)
         counts = scores.new_zeros(len(chosen), 2 * experts)
         counts = counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=counts.dtype))
         counts = counts[:, :experts]  # without tokens that do not count
