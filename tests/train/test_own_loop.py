@@ -362,6 +362,16 @@ def test_experts_do_not_count_padding(own, side):
     assert loads[0] == loads[1] > 1
 
 
+def test_freed_memory_is_kept_once_the_optimizer_has_its_state(own, monkeypatch):
+    """Its state would otherwise lie where the activations of the first step were, and the largest needed new memory."""
+    sizes = []
+    with weft.Trainer(own(), batches="global") as trainer:
+        monkeypatch.setattr("weft.train.recorder.keep_freed_memory", lambda: sizes.append(len(trainer.optimizer.state)))
+        monkeypatch.setattr("weft.train.auto_settings.keep_freed_memory", lambda: pytest.fail("too early"))
+        trainer.step({"tokens": tokens()})
+        assert sizes == [len(list(trainer.model.parameters()))]
+
+
 def test_to_close_an_unused_trainer_does_nothing(own, tmp_path):
     trainer = weft.Trainer(own(), batches="global")
     assert trainer.close() is None
