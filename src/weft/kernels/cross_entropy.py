@@ -194,16 +194,17 @@ def head_gradients(hidden, weight, kept, overwrite, needed, factors: _TokenFacto
     for block in blocks:
         logits = _logits(hidden[block], weight) if kept is None else kept
         overwrite(block, logits)
-        tokens = hidden[block]
+        tokens = scaled = hidden[block]
         if factors is not None:
             labels, (scales, chosen) = factors.labels[block], (x[block].unsqueeze(-1) for x in factors[1:])
+            scaled = tokens * scales
         if hidden_gradient is not None:
             found = matmul(logits, weight, out=hidden_gradient[block])
             if factors is not None:
                 found.mul_(scales).addcmul_(weight[labels], chosen)
         if not needed[1]:
             continue
-        product = matmul(logits.mT, tokens if factors is None else tokens * scales)
+        product = matmul(logits.mT, scaled)
         if factors is not None:
             product.index_add_(0, labels, tokens * chosen)
         if len(blocks) > 1:  # accumulated in the wider dtype
