@@ -97,27 +97,28 @@ def compile_once(graph: torch.fx.GraphModule, inputs: list[Any], *, options: dic
     its subfolder `weft/again` takes its place for the rest of the process.
     """
     folder = Path(os.environ[FOLDER]) if FOLDER in os.environ else None
-    failed = folder / "weft" / "failed" if folder is not None else None
+    careful = folder is None or (folder / "weft" / "failed").exists()
     with ExitStack() as lock:
         if folder is not None:
             with suppress(OSError):
                 (folder / "weft").mkdir(parents=True, exist_ok=True)
                 lock.enter_context(locked(folder / "weft" / f"{_digest(graph, inputs)}.lock"))
         try:
-            return compile_graph(graph, inputs, options or {}, careful=failed is None or failed.exists())
+            return compile_graph(graph, inputs, options or {}, careful=careful)
         except Exception as error:
-            damaged = not _stopped(error)
-            again = folder if folder is None or not damaged else _empty(folder) if _own(folder) else _beside(folder)
-            if again is None:
+            if folder is None:
                 raise
-            if damaged:
+            if not _stopped(error):
+                careful, again = True, _empty(folder) if _own(folder) else _beside(folder)
+                if again is None:
+                    raise
                 with suppress(OSError):
                     (again / "weft").mkdir(parents=True, exist_ok=True)
                     (again / "weft" / "failed").touch()
                 first = str(error).strip().splitlines() or [type(error).__name__]
                 log.warning("compiling failed, and starts again with an empty cache in %s: %s", again, first[0])
         forget_compiled_code()
-        return compile_graph(graph, inputs, options or {}, careful=damaged or failed is None or failed.exists())
+        return compile_graph(graph, inputs, options or {}, careful=careful)
 
 
 def _stopped(error: BaseException | None) -> bool:

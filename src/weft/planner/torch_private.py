@@ -31,31 +31,39 @@ NAMES = {
 }
 
 
-# Two thirds of what the modes are called for: C++ asks for a tensor's device, which needs no other mode.
-_DEVICE = torch.ops.prim.device.default
+class _Mode(TorchDispatchMode):
+    """A mode that answers at once when C++ asks for the device of a tensor without values.
 
-
-class Received(TorchDispatchMode):
-    """Fills received tensors with 1: the fake process group leaves them as they were."""
+    That is two thirds of what modes are called for, and needs no other mode.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].device
+        return self.dispatch(func, types, args, kwargs or {})
+
+    def dispatch(self, func, types, args, kwargs):
+        """As `__torch_dispatch__`, for everything else."""
+        return func(*args, **kwargs)
+
+
+class Received(_Mode):
+    """Fills received tensors with 1: the fake process group leaves them as they were."""
+
+    def dispatch(self, func, types, args, kwargs):
         if func is torch.ops.c10d.recv_.default:
             for tensor in args[0]:
                 tensor.fill_(1)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
-class _Answers(TorchDispatchMode):
+class _Answers(_Mode):
     """Answers when a single value is read: floats are 1, int32 (a pipeline's vote on shapes) is 1, else 0."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].device
+    def dispatch(self, func, types, args, kwargs):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else int(args[0].dtype == torch.int32)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -121,7 +129,7 @@ def answering(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-class MemoryCounter(TorchDispatchMode):
+class MemoryCounter(_Mode):
     """Counts the bytes of a mode's tensors while they live.
 
     Attributes:
@@ -161,12 +169,10 @@ class MemoryCounter(TorchDispatchMode):
         self.patch.stop()
         return super().__exit__(*error)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].device
+    def dispatch(self, func, types, args, kwargs):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
                 self._note(tensor.untyped_storage(), shape=tensor.shape)

@@ -65,14 +65,9 @@ def agree_on_settings(training: TrainingSection, world: World) -> TrainingSectio
     """Returns what the first rank chooses (`choose`), and applies it on all ranks. All ranks must call it."""
     chosen = world.agree(lambda: choose(training, world.device).model_dump(), only_first=True)
     settings = TrainingSection(**chosen)
-    apply_choices(settings)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
     return settings
-
-
-def apply_choices(training: TrainingSection) -> None:
-    """Sets the number of threads of this process."""
-    if training.threads is not None:
-        torch.set_num_threads(training.threads)
 
 
 def prepare_environment(config: RunConfig, *, gpu: bool | None = None) -> list[str]:
