@@ -197,7 +197,8 @@ def head_gradients(hidden, weight, kept, overwrite, needed, factors: _TokenFacto
         tokens = scaled = hidden[block]
         if factors is not None:
             labels, (scales, chosen) = factors.labels[block], (x[block].unsqueeze(-1) for x in factors[1:])
-            scaled = tokens * scales
+            if needed[1]:
+                scaled = tokens * scales
         if hidden_gradient is not None:
             found = matmul(logits, weight, out=hidden_gradient[block])
             if factors is not None:
