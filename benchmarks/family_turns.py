@@ -125,7 +125,9 @@ def main() -> int:
         for family, mode in product(args.families.split(","), args.modes.split(",")):
             job = base | {"mode": mode, "folder": str(work / family)}
             if not (work / family).exists():
-                measured_apart(JOB, job | {"peer": "make", "family": family})
+                made = measured_apart(JOB, job | {"peer": "make", "family": family})
+                if "failed" in made:
+                    raise SystemExit(f"{family}: no model: {made['failed']}")
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             cell = {"date": now, "steps": measure(job, args.rounds)}
             save(args, {f"{family} {mode}": cell})

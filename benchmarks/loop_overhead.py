@@ -3,9 +3,10 @@
     .venv/bin/python benchmarks/loop_overhead.py [--sizes tiny,14m] [--steps 40]
 
 A run is wired as `Trainer.fit` wires it. Its steps (data, seeding, accumulation, clipping, learning rate, metrics file,
-console, log) take turns with bare ones (forward, backward, clip, update) on the same model: both see the same minute of
-the machine, and the difference of the medians is the loop's. `tiny` has hardly any arithmetic and so shows the fixed
-cost per step; a user's share of it is the figure of `14m`.
+console, log) take turns with bare ones (forward, backward, clip, update) on the same model, and with those of a plain
+loop: bare steps with PyTorch's DataLoader, a learning rate and a line of metrics. All see the same minute of the
+machine, and the difference of the medians is the loop's. `tiny` has hardly any arithmetic and so shows the fixed cost
+per step; a user's share of it is the figure of `14m`.
 """
 
 import argparse
@@ -29,21 +30,25 @@ WARMUP = 5
 class Turns:
     """A tracker. Called at the end of each of the loop's steps, it notes the time and takes a bare step in between."""
 
-    bare_step = None  # set once the model is there
+    bare_step = plain_step = None  # set once the model is there
     looped: list[float]
     bare: list[float]
+    plain: list[float]
 
     def __init__(self, run):
-        Turns.looped, Turns.bare = [], []
+        Turns.looped, Turns.bare, Turns.plain = [], [], []
         self.began = None
 
     def log(self, step, values):
         now = time.perf_counter()
         if self.began is not None:
             Turns.looped.append(now - self.began)
-        Turns.bare_step(step)
+        Turns.bare_step()
+        between = time.perf_counter()
+        Turns.plain_step()
         self.began = time.perf_counter()
-        Turns.bare.append(self.began - now)
+        Turns.bare.append(between - now)
+        Turns.plain.append(self.began - between)
 
     def text(self, step, name, text):
         pass
@@ -81,9 +86,9 @@ def bare_step_of(loop):
 
     batch = loop.data.source.batch(0).to(loop.world.device)
     rows = SEQUENCE * len(batch.tokens)
-    local = {}
+    last = {}
 
-    def step(_):
+    def step(batch=batch):
         logprobs = loop.model(batch.tokens, batch.positions, batch.segments, labels=batch.labels)
         loss = -(logprobs * batch.weight).sum() / rows
         loss.backward()
@@ -95,7 +100,40 @@ def bare_step_of(loop):
                 grad.mul_(1.0 / norm)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-        local["loss"] = loss.item()
+        last["loss"], last["norm"] = loss.item(), norm
+        return last
+
+    return step
+
+
+def plain_step_of(loop, bare_step, file):
+    """The bare step with what a plain loop has, too: PyTorch's DataLoader, a learning rate, a line of metrics."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from weft.data.batches.batch import Batch
+
+    rows, positions = len(loop.data.source.batch(0).tokens), torch.arange(SEQUENCE)
+
+    def batches():
+        while True:
+            yield from DataLoader(loop.data.source.dataset, batch_size=rows, shuffle=True, drop_last=True)
+
+    endless, taken = batches(), iter(range(10**9))
+
+    def step():
+        number, lr = next(taken), loop.optimizer.param_groups[0]["lr"]
+        for group in loop.optimizer.param_groups:
+            group["lr"] = lr * 0.999
+        tokens = next(endless)["tokens"]
+        weight = torch.ones(tokens.shape)
+        weight[:, -1] = 0
+        numbers = torch.zeros(rows, dtype=torch.int64)
+        batch = Batch(tokens, tokens.roll(-1, 1), weight, positions.expand_as(tokens), None, numbers)
+        found = bare_step(batch)
+        line = {"step": number, **found, "lr": lr, "time": time.time()}
+        file.write(json.dumps(line) + "\n")
+        file.flush()
 
     return step
 
@@ -108,12 +146,14 @@ def measure(size: str, steps: int, threads: int) -> dict:
     class Paired(Loop):
         def begin(self, *args):
             state = super().begin(*args)
-            Turns.bare_step = staticmethod(bare_step_of(self))
+            bare = bare_step_of(self)
+            Turns.bare_step = staticmethod(bare)
+            Turns.plain_step = staticmethod(plain_step_of(self, bare, lines))
             return state
 
     work = HERE / "work"
     work.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=work) as directory:
+    with tempfile.TemporaryDirectory(dir=work) as directory, open(Path(directory) / "plain.jsonl", "w") as lines:
         path = Path(directory) / "run.yaml"
         path.write_text(json.dumps(config(size, WARMUP + steps + 2, threads, directory)))
         trainer = Trainer(weft.RunConfig.load(path))
@@ -121,14 +161,15 @@ def measure(size: str, steps: int, threads: int) -> dict:
         trainer.fit()
         dtype = weft.RunConfig.load(Path(directory) / size / "config.yaml").training.dtype
     # The first step's time is not taken, and the last one's has the last checkpoint in it.
-    looped, bare = Turns.looped[WARMUP:-1], Turns.bare[WARMUP:-2]
-    added = statistics.median(a - b for a, b in zip(looped, bare, strict=True))
+    looped, bare, plain = Turns.looped[WARMUP:-1], Turns.bare[WARMUP:-2], Turns.plain[WARMUP:-2]
+    added, plainly = (statistics.median(a - b for a, b in zip(one, bare, strict=True)) for one in (looped, plain))
     return {
         "size": size,
         "dtype": dtype,
         "looped_ms": 1e3 * statistics.median(looped),
         "bare_ms": 1e3 * statistics.median(bare),
         "added_ms": 1e3 * added,
+        "plain_added_ms": 1e3 * plainly,
         "added_share": added / statistics.median(bare),
         "steps": len(looped),
     }
@@ -147,13 +188,15 @@ def main() -> int:
         "",
         f"{processor()}, {args.threads} threads; {datetime.date.today()}; medians of {args.steps} pairs.",
         "",
-        "| model | bare step | Weft's loop | added | share |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "A plain loop is the bare step with PyTorch's DataLoader, a learning rate and a line of metrics.",
+        "",
+        "| model | bare step | Weft's loop | added | share | added by a plain loop |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in found:
         name = f"{row['size']}, {SEQUENCES[row['size']] * SEQUENCE:,} tokens a step, {row['dtype']}"
         times = " | ".join(f"{row[key]:.2f} ms" for key in ("bare_ms", "looped_ms", "added_ms"))
-        lines.append(f"| {name} | {times} | {row['added_share']:.2%} |")
+        lines.append(f"| {name} | {times} | {row['added_share']:.2%} | {row['plain_added_ms']:.2f} ms |")
     write_results(args.out, "loop_overhead", "\n".join(lines) + "\n", found)
     return 0
 

@@ -1,11 +1,12 @@
 """Memory by formulas (`memory_of`) beside two steps of the real code on tensors without memory (`simulate_rank`).
 
-    python benchmarks/plan_memory.py [--count N] [--seed S] [--simulated RUNS.jsonl] [--out TABLE.md]
+    python benchmarks/plan_memory.py [--count N] [--seed S] [--kinds A,B] [--simulated RUNS.jsonl] [--out TABLE.md]
 
-Draws random decoders and meshes of 8 ranks: dense or with experts, MLA, sliding windows, tied embeddings; fsdp, tp, pp,
-cp and ep; recomputation, dtypes, optimizers, and small or large vocabularies. Draws that are not a legal run are drawn
-again. Of a pipeline, rank 0 and the first rank of the stages that need most are simulated. The goal is an error of at
-most 5%. The kernels are those of a CPU; benchmarks/plan_memory_real.py measures real peaks.
+Draws random decoders and meshes of 8 ranks: dense or with experts, MLA, sliding windows, soft caps, sinks, clipped
+experts, tied embeddings; fsdp, tp, pp, cp and ep; recomputation, dtypes, optimizers, and small or large vocabularies.
+Draws that are not a legal run are drawn again. Of a pipeline, rank 0 and the first rank of the stages that need most
+are simulated. The goal is an error of at most 5%. The kernels are those of a CPU; benchmarks/plan_memory_real.py
+measures real peaks.
 
 With --simulated, simulated runs are appended to a file as they are made. Another call with this file and seed goes on
 where it ends, and compares the runs in it with the formulas as they are then.
@@ -29,16 +30,26 @@ from weft.planner.memory import memory_of
 from weft.planner.simulate import simulate
 
 RANKS, GOAL = 8, 0.05
-KINDS = ("dense", "experts", "mla", "sliding")
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 704}
+KINDS = {  # what a kind adds to a dense decoder
+    "dense": {},
+    "experts": {"moe": EXPERTS},
+    "mla": {"mla": {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}},
+    "sliding": {},
+    "capped": {"attn_logit_softcapping": 50.0, "logit_softcap": 30.0, "norm": "rmsnorm1p"},
+    "sinks": {"attention_sinks": True, "attention_bias": True},
+    "clipped": {"moe": EXPERTS | {"router_bias": True, "expert_bias": True, "swiglu_limit": 7.0}},
+}
+WINDOWED = ("sliding", "capped", "sinks")  # a window of a quarter of the sequence
 MESHES = (
     {}, {"dp_replicate": 2}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 2, "pp_schedule": "gpipe"}, {"pp": 4}, {"cp": 2},
     {"cp": 2, "cp_method": "ring"}, {"pp": 2, "tp": 2}, {"ep": 2}, {"ep": 4},
 )  # fmt: skip
 
 
-def drawn(draw: random.Random) -> dict:
+def drawn(draw: random.Random, kinds: list[str]) -> dict:
     """Returns a description of a run, which need not be legal."""
-    kind, mesh, micro = draw.choice(KINDS), dict(draw.choice(MESHES)), draw.choice((1, 2))
+    kind, mesh, micro = draw.choice(kinds), dict(draw.choice(MESHES)), draw.choice((1, 2))
     heads, length = draw.choice((8, 16)), draw.choice((512, 1024, 2048))
     model = {
         "hidden_size": 64 * heads,
@@ -50,13 +61,11 @@ def drawn(draw: random.Random) -> dict:
         "tie_word_embeddings": draw.random() < 0.3,
         "max_position_embeddings": length,
     }
-    if kind == "experts":
-        model["moe"] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 704}
-    elif kind == "mla":
-        model["mla"] = {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+    model |= KINDS[kind]
+    if kind == "mla":
         del model["num_key_value_heads"]
-    elif kind == "sliding":
-        model |= {"sliding_window": length // 4}
+    if kind in WINDOWED:
+        model["sliding_window"] = length // 4
     return {
         "model": model,
         "data": {"sequence_length": length},
@@ -80,7 +89,8 @@ def config_of(content: dict, folder: Path) -> RunConfig:
 
 def described(content: dict) -> str:
     model, training = content["model"], content["training"]
-    kind = next((key for key in ("moe", "mla", "sliding_window") if key in model), "dense")
+    kind = next(kind for kind in reversed(KINDS) if KINDS[kind].items() <= model.items())
+    kind = "sliding" if kind == "dense" and "sliding_window" in model else kind
     mesh = " ".join(f"{key} {value}" for key, value in content["parallel"].items()) or "fsdp"
     tied = ", tied" if model["tie_word_embeddings"] else ""
     return (
@@ -103,16 +113,18 @@ def simulated(content: dict, folder: Path) -> dict | None:
         return {"failed": str(error)}
 
 
-def runs(count: int, seed: int, file: Path | None, folder: Path) -> Iterator[tuple[dict, dict | None]]:
+def runs(
+    count: int, seed: int, kinds: list[str], file: Path | None, folder: Path
+) -> Iterator[tuple[dict, dict | None]]:
     """Yields draws and what `simulated` returned for them, until `count` runs have been simulated."""
     draw = random.Random(seed)
     known = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
     while count:
-        content = drawn(draw)
+        content = drawn(draw, kinds)
         if known:
             row = known.pop(0)
             if row["content"] != content:
-                raise SystemExit(f"{file}: not of --seed {seed}, or of other draws; choose another file")
+                raise SystemExit(f"{file}: of another --seed, other --kinds or other draws; choose another file")
             found = row["found"]
         else:
             found = simulated(content, folder)
@@ -127,13 +139,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="number of runs")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of models")
     parser.add_argument("--simulated", type=Path, help="file of simulated runs, which is continued")
     parser.add_argument("--out", type=Path, help="write the table to this file, too")
     arguments = parser.parse_args()
     rows, errors, failed, refused, made = [], [], [], 0, 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for content, found in runs(arguments.count, arguments.seed, arguments.simulated, folder):
+        kinds = arguments.kinds.split(",")
+        for content, found in runs(arguments.count, arguments.seed, kinds, arguments.simulated, folder):
             if found is None:
                 refused += 1
                 continue

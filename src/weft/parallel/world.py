@@ -89,6 +89,8 @@ class World:
             The sums of `values`, then the sums of `votes`.
         """
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
+        if self.ranks == 1 and device.type == "cpu":  # nothing to add, and no device to wait for
+            return [float(value) for value in (*values, *votes)]
         scalars = [torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values]
         counts = torch.tensor(votes, dtype=torch.float64, device=device)
         total = torch.cat([torch.stack(scalars), counts]) if scalars else counts

@@ -195,6 +195,8 @@ class Batch:
 
     def split(self, size: int) -> list[Batch]:
         """Returns micro-batches of at most `size` sequences. `size` must be a multiple of the sequences per sample."""
+        if size >= len(self.tokens):
+            return [self]
         return [self._map(lambda t, a=a: t[a : a + size]) for a in range(0, len(self.tokens), size)]
 
     def of_rank(self, rank: int, ranks: int) -> Batch:

@@ -36,13 +36,16 @@ class Epochs:
         self._chunks: dict[tuple[int, int], np.ndarray] = {}
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
+        if len(samples) and self.shuffle and (samples[1:] >= samples[:-1]).all():  # the usual case
+            (epoch, first), (same, last) = (divmod(int(sample), self.size) for sample in samples[[0, -1]])
+            chunk = first // CHUNK
+            if epoch == same and chunk == last // CHUNK:
+                return self._chunk(epoch, chunk)[samples - (epoch * self.size + chunk * CHUNK)]
         epochs, order = np.divmod(samples, self.size)
         if not self.shuffle:
             return order
         result = np.empty_like(order)
         chunks = order // CHUNK
-        if len(samples) and epochs[0] == epochs[-1] and chunks[0] == chunks[-1] and (np.diff(samples) >= 0).all():
-            return self._chunk(int(epochs[0]), int(chunks[0]))[order - chunks * CHUNK]  # the usual case
         for epoch, chunk in np.unique(np.stack([epochs, chunks]), axis=1).T.tolist():
             selected = (epochs == epoch) & (chunks == chunk)
             result[selected] = self._chunk(epoch, chunk)[order[selected] - chunk * CHUNK]
