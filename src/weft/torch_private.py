@@ -195,9 +195,9 @@ def foreach_scale(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> 
     torch.ops.aten._foreach_mul_(tensors, factor)
 
 
-def in_backward() -> bool:
-    """Whether autograd's engine is running on this thread."""
-    return torch._C._current_graph_task_id() != -1
+def backward_number() -> int:
+    """Returns the number of the backward pass that autograd's engine is running on this thread; -1: none."""
+    return torch._C._current_graph_task_id()
 
 
 def detached_with_version(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,7 @@ def run(tmp_path):
 
 
 MESHES = ({}, {"tp": 2})
+FULL = "training.activation_checkpointing=full", f"training.batch_tokens={32 * 2048}"
 OTHERS = ({"dp_replicate": 8, "dp_shard": 1}, {"dp_replicate": 2}, {"cp": 2})
 LONG = [pytest.param(mesh, marks=pytest.mark.long) for mesh in OTHERS]
 
@@ -74,6 +75,16 @@ def test_each_pipeline_rank_with_gpipe_keeps_the_logits_of_all_micro_batches(run
     # Of the three micro-batches that wait for the backward of the first, two sequences and two bytes.
     assert last.memory.logits > 3 * 2 * 2 * 2048 * 32_000
     assert planned[1].total == pytest.approx(last.memory.total, rel=0.05)
+
+
+def test_blocks_of_logits_do_not_exist_at_once(run):
+    """8,192 tokens have more logits than are kept: two blocks, one after the other."""
+    sizes = "model.hidden_size=256", "model.num_attention_heads=4", "model.intermediate_size=512"
+    config = run({}, *sizes, "training.dtype=float32", "training.micro_batch_size=4", *FULL)
+    one = simulate_rank(config, 8)
+    assert 0.9 < one.memory.logits / (4 * (1 << 27)) < 1.1  # all logits have twice as many bytes
+    (planned,) = memory_of(config, 8, cpu=True)
+    assert planned.total == pytest.approx(one.memory.total, rel=0.05)
 
 
 @pytest.mark.long

@@ -205,14 +205,18 @@ def head_gradients(hidden, weight, kept, overwrite, needed, factors: _TokenFacto
                 found.mul_(scales).addcmul_(weight[labels], chosen)
         if not needed[1]:
             continue
-        product = matmul(logits.mT, scaled)
+        product = _weight_gradient(logits, scaled, accumulates=len(blocks) > 1)
         if factors is not None:
             product.index_add_(0, labels, tokens * chosen)
-        if len(blocks) > 1:  # accumulated in the wider dtype
-            product = product.to(torch.promote_types(product.dtype, torch.float32))
         weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)
         del logits, product  # the next block would need memory beside them
     return hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype)
+
+
+def _weight_gradient(logits, tokens, *, accumulates: bool):
+    """Returns `logits^T tokens`, in at least float32 if others are added to it."""
+    product = matmul(logits.mT, tokens)
+    return product.to(torch.promote_types(product.dtype, torch.float32)) if accumulates else product
 
 
 def _cap_by_sigmoid(logits, softcap):

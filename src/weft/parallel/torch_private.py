@@ -17,14 +17,8 @@ NAMES = {
     "torch:_C._autograd._top_saved_tensors_default_hooks": "contexts of saved tensors within others, which PyTorch "
     "does not call",
     "torch.distributed._functional_collectives:AsyncCollectiveTensor": "tells whether nothing has waited for a result",
-    "torch:_C._current_graph_task_id": "tells whether a callback waits for the end of this backward pass",
     "torch.autograd:Variable._execution_engine.queue_callback": "moves the gradients of a single rank together",
 }
-
-
-def backward_number() -> int:
-    """Returns the number of the backward pass that autograd's engine is running on this thread; -1: none."""
-    return torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

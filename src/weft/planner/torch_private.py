@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from weft.torch_private import TorchDispatchMode, in_backward, tree_leaves
+from weft.torch_private import TorchDispatchMode, backward_number, tree_leaves
 
 # The private names; `weft.torch_private.NAMES` gives each of its own a reason.
 NAMES = {
@@ -175,13 +175,13 @@ class MemoryCounter(_Mode):
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
-                self._note(tensor.untyped_storage(), shape=tensor.shape)
+                self._note(tensor.untyped_storage())
         return out
 
-    def _note(self, storage: torch.UntypedStorage, part: str = "", shape: torch.Size | None = None) -> None:
+    def _note(self, storage: torch.UntypedStorage, part: str = "") -> None:
         size = self.sizes.get(storage)
         if size is None:
-            size = self.sizes[storage] = _Size(part or _part(shape))
+            size = self.sizes[storage] = _Size(part or _part())
             weakref.finalize(storage, self._freed, size)
         if more := storage.nbytes() - size.bytes:
             self._grow(size, more)
@@ -204,10 +204,11 @@ class _Size:
     bytes: int = 0
 
 
-def _part(shape: torch.Size | None) -> str:
+def _part() -> str:
     """Returns the part that a new tensor counts for, by the innermost known code that creates it.
 
     Results of a forward pass, also of a repeated one, are `activations`. What else backward creates are `gradients`.
+    The code tells, not a frame's `f_locals` where that can be: they keep the tensors that a function deletes.
     """
     frame = sys._getframe(2)
     while frame is not None:
@@ -217,12 +218,10 @@ def _part(shape: torch.Size | None) -> str:
             part = _PARTS[code] = _part_of(code.co_filename, code.co_name)
         if part == "reduction":  # first its input is created, then the shard of the gradients
             return "gradients" if "reduce_scatter_input" in frame.f_locals else "buffers"
-        if part == "logits" and "weight_gradient" in frame.f_locals and shape == frame.f_locals["weight"].shape:
-            return "gradients"
         if part:
             return part
         frame = frame.f_back
-    return "gradients" if in_backward() else "activations"
+    return "gradients" if backward_number() != -1 else "activations"
 
 
 _PARTS: dict[CodeType, str] = {}
@@ -235,6 +234,7 @@ def _part_of(file: str, function: str) -> str:
         return names.get(function, "")
     if file.endswith("/torch/utils/checkpoint.py"):
         return "activations" if function == "recompute_fn" else ""
-    parts = {"/kernels/cross_entropy.py": "logits", "/gradients/clip.py": "buffers"}
+    loss = "gradients" if function == "_weight_gradient" else "logits"
+    parts = {"/kernels/cross_entropy.py": loss, "/gradients/clip.py": "buffers"}
     parts |= {"/optim/muon.py": "buffers", "/optim/optimizer.py": "buffers"}
     return next((part for name, part in parts.items() if file.endswith(name)), "")

@@ -15,7 +15,7 @@ from weft.kernels.grouped import grouped_linear
 from weft.models.layers.dropout import Dropout
 from weft.models.layers.lora import expert_product
 from weft.models.layers.mlp import MLP, intermediate_size, make_activation
-from weft.torch_private import in_backward
+from weft.torch_private import backward_number
 
 SWIGLU_ALPHA = 1.702  # in gpt-oss's activation: x * sigmoid(1.702 x) approximates gelu
 
@@ -288,7 +288,7 @@ def dispatch(
 
 def _recomputing() -> bool:
     """Whether this forward pass is a recomputation by activation checkpointing, in backward; false in compiled code."""
-    return not torch.compiler.is_compiling() and in_backward()
+    return not torch.compiler.is_compiling() and backward_number() != -1
 
 
 class Permute(torch.autograd.Function):

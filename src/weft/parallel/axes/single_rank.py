@@ -19,9 +19,9 @@ from weft.models.decoder import Decoder
 from weft.parallel.gradients.buckets import ReplicaSums
 from weft.parallel.local_parameters import distribute_parameters, local
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks
-from weft.parallel.torch_private import at_end_of_backward, backward_number
+from weft.parallel.torch_private import at_end_of_backward
 from weft.parallel.world import World
-from weft.torch_private import dtensor_like, in_backward, version_of
+from weft.torch_private import backward_number, dtensor_like, version_of
 
 
 def is_single_rank(plan: ModelPlan, world: World) -> bool:
@@ -106,7 +106,7 @@ class SingleRankParameters:
             cached = self.cached[id(parameter)] = _Cached()
         if not torch.is_grad_enabled() or not parameter.requires_grad:
             return self._cast(cached, tensor)
-        while self.arrived and not in_backward():  # the last backward pass failed: its gradients do not count
+        while self.arrived and backward_number() == -1:  # the last backward pass failed: its gradients do not count
             self.arrived.pop()[1].grad = None
         cached.cast, leaf = None, cached.leaf
         if leaf is None or leaf.data_ptr() != tensor.data_ptr() or leaf.dtype != tensor.dtype:
