@@ -300,7 +300,8 @@ class _Ranks:
             if self.separate:
                 yield finish(*ends[-1], saved + self.residual, gathered)
             else:
-                root_grads = head * self.width * (casts or first or not sums)
+                # A tied weight's gradient waits for the embedding's: only their sum is added to earlier micro-batches'.
+                root_grads = head * self.width * (stage == 0 or casts or first or not sums)
         for number in reversed(range(len(groups))):
             group, size = groups[number], sizes[number]
             ahead = sum(sizes[max(0, number - max(1, self.parallel.prefetch)) : number])

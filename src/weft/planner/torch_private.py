@@ -28,6 +28,7 @@ NAMES = {
     "torch.distributed.tensor._sharding_prop:detect_fake_mode": "DTensor infers shapes in a mode of its own, whose "
     "tensors must not be counted",
     "torch.ops:aten._local_scalar_dense": "answers when a step reads a value of a tensor without values",
+    "torch._C:_storage_Use_Count": "whether autograd adds to a gradient in place, as it does without a mode",
 }
 
 
@@ -172,6 +173,7 @@ class MemoryCounter(_Mode):
     def dispatch(self, func, types, args, kwargs):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
+        func = torch.ops.aten.add_.Tensor if _is_sum_in_place(func, args) else func
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
@@ -202,6 +204,24 @@ class MemoryCounter(_Mode):
 class _Size:
     part: str
     bytes: int = 0
+
+
+def _is_sum_in_place(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation is autograd's sum of two gradients of one tensor, which outside of a mode adds to the first.
+
+    Within a mode autograd always makes a new tensor (`can_accumulate_inplace` in PyTorch's input_buffer.cpp).
+    """
+    if func is not torch.ops.aten.add.Tensor or backward_number() == -1 or not isinstance(args[0], torch.Tensor):
+        return False
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith(_DISPATCHING):
+        frame = frame.f_back
+    called_by_autograd = frame is not None and frame.f_code.co_name == "_engine_run_backward"
+    # Two references: the tensor's, and that of the storage's Python object. Others are those of tensors that share it.
+    return called_by_autograd and torch._C._storage_Use_Count(args[0].untyped_storage()._cdata) == 2
+
+
+_DISPATCHING = ("/planner/torch_private.py", "/torch/_ops.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
 
 
 def _part() -> str:
