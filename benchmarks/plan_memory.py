@@ -89,7 +89,7 @@ def config_of(content: dict, folder: Path) -> RunConfig:
 
 def described(content: dict) -> str:
     model, training = content["model"], content["training"]
-    kind = next(kind for kind in reversed(KINDS) if KINDS[kind].items() <= model.items())
+    kind = next((kind for kind in reversed(KINDS) if KINDS[kind] and KINDS[kind].items() <= model.items()), "dense")
     kind = "sliding" if kind == "dense" and "sliding_window" in model else kind
     mesh = " ".join(f"{key} {value}" for key, value in content["parallel"].items()) or "fsdp"
     tied = ", tied" if model["tie_word_embeddings"] else ""
