@@ -137,6 +137,34 @@ def test_formulas_count_the_tensors_of_sinks_soft_caps_and_clipped_experts(run, 
     assert planned.logits == pytest.approx(simulated.logits, rel=0.02)
 
 
+SELECTIVE = "training.activation_checkpointing=selective"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [({}, ("training.dtype=float32", "model.num_hidden_layers=2")), ({"ep": 2}, ())],
+    ids=["float32", "ep"],
+)
+def test_selective_recomputation_keeps_products_that_backward_does_not_read(run, mesh, options):
+    sizes = "training.batch_tokens=16384", "training.micro_batch_size=1", f"model.moe={EXPERTS}"
+    config = run(mesh, *SMALL, *sizes, SELECTIVE, *options)
+    (planned,), simulated = memory_of(config, 8, cpu=True), simulate_rank(config, 8).memory
+    assert planned.total == pytest.approx(simulated.total, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_tied_weight_has_gradients_of_embedding_and_head_beside_those_of_earlier_micro_batches(run, mode, dtype):
+    """Autograd adds one of them to the other in place; only within a mode, as here, it would make a third tensor."""
+    sizes = "model.hidden_size=256", "model.num_attention_heads=4", "model.intermediate_size=512"
+    tied = "model.tie_word_embeddings=true", "model.vocab_size=32000", "data.sequence_length=128"
+    options = "training.batch_tokens=2048", "training.micro_batch_size=1", f"training.dtype={dtype}"
+    config = run({}, *SMALL, *sizes, *tied, *options, f"training.activation_checkpointing={mode}")
+    (planned,), simulated = memory_of(config, 8, cpu=True), simulate_rank(config, 8).memory
+    assert planned.gradients == pytest.approx(simulated.gradients, rel=0.02)
+    assert planned.total == pytest.approx(simulated.total, rel=0.02)
+
+
 def test_exponentials_take_the_place_of_logits_in_float32(run):
     sizes = "model.hidden_size=64", "model.num_attention_heads=4", "model.intermediate_size=128"
     options = "training.batch_tokens=16384", "training.micro_batch_size=1", "training.dtype=float32"

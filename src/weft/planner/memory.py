@@ -146,13 +146,13 @@ class _Ranks:
 
     def _block(self, sizes: Sizes, layer: int) -> _Piece:
         kept = saved_tensors(sizes, layer)
-        saved, transient = kept.everything, kept.transient
+        saved = everything = kept.everything
         if self._recomputes(layer):
             mode, _, number = self.checkpointing.partition("-")
             least = {"selective": kept.inputs + kept.selective, "budget": float(number or 0) * kept.everything}
             saved = max(kept.inputs, least.get(mode, 0.0))
-            transient += kept.freed * (mode == "selective")
-        return _Piece(saved, max(saved, kept.everything), transient, *self._numbers(block_work(self.shares, layer)))
+            everything += kept.unsaved * (mode == "selective")
+        return _Piece(saved, max(saved, everything), kept.transient, *self._numbers(block_work(self.shares, layer)))
 
     def _numbers(self, work: Work) -> tuple[float, float]:
         experts = self.mesh.fsdp // self.mesh.ep

@@ -49,23 +49,23 @@ class Saved:
         inputs: the residual stream before the block.
         everything: all tensors saved for backward, with `inputs`.
         selective: results of matrix products, attention and communication, which mode `selective` keeps.
+        unsaved: those of `selective` that are not in `everything`.
         transient: gradients that exist at once within the backward pass, less what it has freed by then.
-        freed: what it has freed by then, unless mode `selective` keeps it to the end of the block's backward pass.
     """
 
     inputs: float
     everything: float
     selective: float
+    unsaved: float
     transient: float
-    freed: float
 
 
 def saved_tensors(sizes: Sizes, layer: int) -> Saved:
     """Returns what a layer, counted from 0, saves for backward."""
     shares, model = sizes.shares, sizes.shares.model
     residual = shares.tokens / shares.mesh.tp * model.hidden_size * sizes.state
-    inner, kept, widest, freed = _mlp(sizes, layer)
-    attention, kept_attention = _attention(sizes, layer)
+    inner, kept, unsaved, widest = _mlp(sizes, layer)
+    attention, kept_attention, unsaved_attention = _attention(sizes, layer)
     if sizes.cpu and _has_mask(shares) and model.slides(layer):  # the mask in the compute dtype
         attention += masks_bytes(shares) * shares.width
     norms = 4 if model.norm_placement == "both" else 1 if model.use_parallel_residual else 2
@@ -73,7 +73,7 @@ def saved_tensors(sizes: Sizes, layer: int) -> Saved:
     transient = max(widest, _ring_gradients(sizes))
     if sizes.gathers_again and shares.mesh.tp > 1:
         transient += _hidden_bytes(shares)
-    return Saved(residual, everything, kept + kept_attention, transient, freed)
+    return Saved(residual, everything, kept + kept_attention, unsaved + unsaved_attention, transient)
 
 
 def norm_tensors(shares: Shares, *, cpu: bool) -> int:
@@ -128,8 +128,8 @@ def _ring_gradients(sizes: Sizes) -> float:
     return shares.tokens * dim * (heads * queries + (heads if model.mla else groups) * keys)
 
 
-def _attention(sizes: Sizes, layer: int) -> tuple[float, float]:
-    """Returns the bytes that attention saves with its projections, and those that mode `selective` keeps."""
+def _attention(sizes: Sizes, layer: int) -> tuple[float, float, float]:
+    """Returns the bytes that attention saves with its projections, `selective` and `unsaved`."""
     shares, model = sizes.shares, sizes.shares.model
     tokens, width, cp = shares.tokens, shares.width, shares.mesh.cp
     heads, groups = shares.heads
@@ -144,13 +144,16 @@ def _attention(sizes: Sizes, layer: int) -> tuple[float, float]:
         total += tokens * (heads + groups) * model.qk_head_dim * 4 * (2 if sizes.cpu else 1)
     if model.mla is not None:
         total += tokens * (model.mla.kv_lora_rank + (model.mla.q_lora_rank or 0)) * (width + 4)
-    kept = held + out + statistics + _product_bytes(shares)
+    kept, unsaved = held + out + statistics + _product_bytes(shares), _product_bytes(shares)
+    if model.position == "rope":  # queries and keys before the rotary embedding; MLA rotates a small part of its keys
+        unsaved += tokens * (heads + (0 if model.mla else groups)) * model.qk_head_dim * width
     if cp > 1 and _exchanges_heads(sizes):
         kept += held + out  # before the all-to-all, and after it
+        unsaved += held + out
     elif cp > 1 and sizes.cp_method != "ring":
         more = tokens * keys * width * (cp - 1)  # all keys and values
         total, kept = total + more, kept + more
-    return total, kept
+    return total, kept, unsaved
 
 
 def _hidden_bytes(shares: Shares) -> float:
@@ -164,12 +167,13 @@ def _product_bytes(shares: Shares) -> float:
 
 
 def _mlp(sizes: Sizes, layer: int) -> tuple[float, float, float, float]:
-    """Returns the bytes that an MLP or experts save, those that mode `selective` keeps, `transient` and `freed`."""
+    """Returns the bytes that an MLP or experts save, `selective`, `unsaved` and `transient`."""
     shares, model = sizes.shares, sizes.shares.model
     tokens, width, mesh = shares.tokens, shares.width, shares.mesh
     if model.moe is None or not model.has_experts(layer):
         inner, into = max(1, model.inner_width // mesh.tp) * tokens * width, 2 if model.mlp == "gated" else 1
-        return sizes.layer_input + 2 * into * inner, into * inner + _product_bytes(shares), into * inner, inner
+        product = _product_bytes(shares)
+        return sizes.layer_input + 2 * into * inner, into * inner + product, product, into * inner
     moe = model.moe
     rows, each = tokens * moe.num_experts_per_tok, max(1, (moe.moe_intermediate_size or model.inner_width) // mesh.tp)
     inner, wide = each * rows * width, rows * model.hidden_size * width
@@ -177,12 +181,18 @@ def _mlp(sizes: Sizes, layer: int) -> tuple[float, float, float, float]:
     # Gate, up, the activation and the product; operations that are not fused save three more with a limit.
     saved = 4 if moe.swiglu_limit is None or shares.fused else 7
     total = router + 2 * wide + saved * inner + 16 * rows
+    kept, unsaved = 2 * inner + wide, wide  # of the experts' outputs, `total` has the permutation
+    # First the gradients of outputs multiplied by the router's weights; later the outputs are freed.
+    transient = max((3 if mesh.ep > 1 else 2) * wide, 2 * inner - wide)
     if moe.expert_bias:
         total += rows * moe.num_experts / mesh.ep * width  # which expert a row belongs to
-    kept = 2 * inner + 2 * wide
+        kept += 2 * inner + wide  # products that choose each row's biases; only sums with them are saved
+        unsaved += 4 * inner + wide
     if mesh.ep > 1:  # a token is sent once to each rank with one of its experts, and a row comes back
-        kept += wide * (2 * moe.ranks_per_token(mesh.ep) / moe.num_experts_per_tok - 1)
+        sent = 2 * wide * moe.ranks_per_token(mesh.ep) / moe.num_experts_per_tok
+        kept, unsaved = kept + sent, unsaved + sent
     if moe.n_shared_experts:
         total += sizes.layer_input + tokens * 4 * each * moe.n_shared_experts * width
-        kept += tokens * 2 * each * moe.n_shared_experts * width
-    return total, kept, 2 * inner, inner
+        kept += tokens * 2 * each * moe.n_shared_experts * width + _product_bytes(shares)
+        unsaved += _product_bytes(shares)
+    return total, kept, unsaved, transient
