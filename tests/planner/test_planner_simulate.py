@@ -152,6 +152,26 @@ def test_selective_recomputation_keeps_products_that_backward_does_not_read(run,
     assert planned.total == pytest.approx(simulated.total, rel=0.02)
 
 
+@pytest.mark.parametrize("mode", ["none", "selective"])
+@pytest.mark.parametrize("option", ["attention_sinks=true", "attn_logit_softcapping=50"])
+def test_sinks_and_soft_caps_need_all_scores_if_ring_attention_gathers_keys(run, option, mode):
+    sizes = "data.sequence_length=1024", "training.batch_tokens=8192", "training.micro_batch_size=1"
+    shape = "model.num_key_value_heads=4", "model.intermediate_size=512", f"model.{option}"
+    mesh = {"cp": 2, "cp_method": "ring"}
+    config = run(mesh, *SMALL, *sizes, *shape, f"training.activation_checkpointing={mode}")
+    (planned,), simulated = memory_of(config, 8, cpu=True), simulate_rank(config, 8).memory
+    assert planned.total == pytest.approx(simulated.total, rel=0.02)
+
+
+def test_a_layer_with_a_window_has_no_ring_attention(run):
+    sizes = "training.micro_batch_size=1", "training.activation_checkpointing=selective", "model.num_hidden_layers=8"
+    plain, window, gathered = (
+        memory_of(run({"cp": 2, "cp_method": method}, *SMALL, *sizes, *options), 8)[0].activations
+        for method, options in (("ring", ()), ("ring", ("model.sliding_window=512",)), ("all_gather", ()))
+    )
+    assert plain < window == gathered
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_a_tied_weight_has_gradients_of_embedding_and_head_beside_those_of_earlier_micro_batches(run, mode, dtype):

@@ -70,7 +70,8 @@ def saved_tensors(sizes: Sizes, layer: int) -> Saved:
         attention += masks_bytes(shares) * shares.width
     norms = 4 if model.norm_placement == "both" else 1 if model.use_parallel_residual else 2
     everything = residual * norms * norm_tensors(sizes.shares, cpu=sizes.cpu) + attention + inner
-    transient = max(widest, _ring_gradients(sizes))
+    freed = inner - (kept - unsaved) * (sizes.checkpointing == "selective")  # by the MLP, whose backward pass is first
+    transient = max(widest, _ring_gradients(sizes, layer), _scores(sizes, layer)[1] - freed)
     if sizes.gathers_again and shares.mesh.tp > 1:
         transient += _hidden_bytes(shares)
     return Saved(residual, everything, kept + kept_attention, unsaved + unsaved_attention, transient)
@@ -105,22 +106,51 @@ def _is_blocked(sizes: Sizes, layer: int) -> bool:
     shares, model = sizes.shares, sizes.shares.model
     window = model.sliding_window if model.slides(layer) else None
     long = window is not None and window < shares.length >= LONG
-    return sizes.cpu and shares.mesh.cp == 1 and (long or _caps_or_sinks(model))
+    return sizes.cpu and not _gathers(sizes, layer) and (long or _caps_or_sinks(model))
 
 
 def _exchanges_heads(sizes: Sizes) -> bool:
     """Returns whether context parallel attention uses all-to-alls."""
     model, mesh = sizes.shares.model, sizes.shares.mesh
     counts = model.num_attention_heads, model.num_attention_heads if model.mla else model.kv_heads
-    return sizes.cp_method == "all_to_all" or (
-        sizes.cp_method == "auto" and can_exchange_heads(counts, mesh.tp, mesh.cp)
-    )
+    exchanges = sizes.cp_method == "auto" and can_exchange_heads(counts, mesh.tp, mesh.cp)
+    return mesh.cp > 1 and (exchanges or sizes.cp_method == "all_to_all")
 
 
-def _ring_gradients(sizes: Sizes) -> float:
+def _is_ring(sizes: Sizes, layer: int) -> bool:
+    """Returns whether a layer has ring attention, which needs a mask that is purely causal (`parallel.cp_method`)."""
+    shares, model = sizes.shares, sizes.shares.model
+    window = model.sliding_window if model.slides(layer) else None
+    causal = (window is None or window >= shares.length) and model.attention_pattern is None
+    plain = not (_caps_or_sinks(model) or model.position == "alibi" or model.attention_dropout)
+    return shares.mesh.cp > 1 and sizes.cp_method == "ring" and causal and plain
+
+
+def _gathers(sizes: Sizes, layer: int) -> bool:
+    """Returns whether a layer all-gathers keys and values over `cp`."""
+    return sizes.shares.mesh.cp > 1 and not _exchanges_heads(sizes) and not _is_ring(sizes, layer)
+
+
+def _scores(sizes: Sizes, layer: int) -> tuple[float, float, float]:
+    """Returns the bytes of all scores that attention saves, those of their gradients, and of repeated keys and values.
+
+    Only CPUs have all scores, for soft caps and sinks with all-gathered keys (`weft.kernels.attention._unfused`).
+    """
+    shares, model = sizes.shares, sizes.shares.model
+    if not (sizes.cpu and _gathers(sizes, layer) and _caps_or_sinks(model)):
+        return 0.0, 0.0, 0.0
+    heads, width, wide = shares.heads[0], shares.width, max(4, shares.width)
+    pairs, narrow = float(shares.tokens * shares.length * heads), width * (width < wide)
+    capped = width * (model.attn_logit_softcapping is not None)  # the result of tanh
+    repeated = shares.tokens * shares.mesh.cp * heads * (model.qk_head_dim + model.v_head_dim) * width
+    # The result of softmax, and its cast; the cast is freed before the gradients before and after softmax exist.
+    return pairs * (wide + narrow + capped), pairs * (2 * wide - narrow), repeated
+
+
+def _ring_gradients(sizes: Sizes, layer: int) -> float:
     """Returns the bytes of gradients that exist at once in a step of ring attention's backward pass; 0 without it."""
     shares, model = sizes.shares, sizes.shares.model
-    if shares.mesh.cp == 1 or sizes.cp_method != "ring":
+    if not _is_ring(sizes, layer):
         return 0.0
     (heads, groups), dim, width = shares.heads, max(model.qk_head_dim, model.v_head_dim), shares.width
     # Sums in float32; gradients of the step, its inputs with repeated heads, and half of them for the causal halves.
@@ -133,12 +163,13 @@ def _attention(sizes: Sizes, layer: int) -> tuple[float, float, float]:
     shares, model = sizes.shares, sizes.shares.model
     tokens, width, cp = shares.tokens, shares.width, shares.mesh.cp
     heads, groups = shares.heads
-    keys = (heads if model.mla is not None else groups) * (model.qk_head_dim + model.v_head_dim)
-    held = tokens * (heads * model.qk_head_dim + keys) * width
-    blocked = _is_blocked(sizes, layer)
-    out, statistics = tokens * heads * model.v_head_dim * width, 0 if blocked else 4 * tokens * heads
-    total = sizes.layer_input + held + out + statistics
-    if sizes.cpu and model.position == "rope" and not blocked:
+    keys = tokens * (heads if model.mla is not None else groups) * (model.qk_head_dim + model.v_head_dim) * width
+    held = tokens * heads * model.qk_head_dim * width + keys
+    scores, _, repeated = _scores(sizes, layer)
+    fused = not scores and not _is_blocked(sizes, layer)
+    out, statistics = tokens * heads * model.v_head_dim * width, 4 * tokens * heads * fused
+    total = sizes.layer_input + held + out + statistics + scores
+    if sizes.cpu and model.position == "rope" and fused:
         total += out
     if model.qk_norm:
         total += tokens * (heads + groups) * model.qk_head_dim * 4 * (2 if sizes.cpu else 1)
@@ -147,12 +178,12 @@ def _attention(sizes: Sizes, layer: int) -> tuple[float, float, float]:
     kept, unsaved = held + out + statistics + _product_bytes(shares), _product_bytes(shares)
     if model.position == "rope":  # queries and keys before the rotary embedding; MLA rotates a small part of its keys
         unsaved += tokens * (heads + (0 if model.mla else groups)) * model.qk_head_dim * width
-    if cp > 1 and _exchanges_heads(sizes):
+    if _exchanges_heads(sizes):
         kept += held + out  # before the all-to-all, and after it
         unsaved += held + out
-    elif cp > 1 and sizes.cp_method != "ring":
-        more = tokens * keys * width * (cp - 1)  # all keys and values
-        total, kept = total + more, kept + more
+    elif _gathers(sizes, layer):  # all keys and values, as received and as attention reads them
+        total += (repeated or keys * cp) - keys
+        kept, unsaved = kept + keys * cp, unsaved + keys * cp + out * (scores > 0)
     return total, kept, unsaved
 
 
