@@ -269,6 +269,14 @@ def test_windows_and_slopes(model, said):
     assert shows(found, f"run.yaml:1: model.{said}")
 
 
+@pytest.mark.parametrize("key", ["attn_logit_softcapping", "logit_softcap", "clip_qkv", "residual_multiplier"])
+def test_numbers_that_float32_cannot_hold_are_refused(key):
+    (found,) = problems(
+        f"model: {{num_hidden_layers: 1, hidden_size: 64, num_attention_heads: 4, {key}: 1e40}}\n{SIZES}"
+    )
+    assert shows(found, f"run.yaml:1: model.{key}: must be at most 1000000, not")
+
+
 def test_the_largest_bias_has_slopes_above_zero():
     torch = pytest.importorskip("torch")
     from weft.kernels.attention import alibi_slopes

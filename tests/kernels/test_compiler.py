@@ -163,9 +163,15 @@ def on_path(tmp_path):
     return write
 
 
-@pytest.mark.parametrize(("code", "emptied"), [(-signal.SIGINT, False), (-signal.SIGTERM, False), (1, True)])
-def test_the_cache_is_not_emptied_if_a_signal_stopped_the_compiler(code, emptied, monkeypatch, tmp_path):
-    answers = iter([subprocess.CalledProcessError(code, "g++"), "compiled"])
+KILLED = b"g++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "emptied"),
+    [(-signal.SIGINT, b"", False), (-signal.SIGTERM, b"", False), (1, KILLED, False), (1, b"", True)],
+)
+def test_the_cache_is_not_emptied_if_a_signal_stopped_the_compiler(code, output, emptied, monkeypatch, tmp_path):
+    answers = iter([subprocess.CalledProcessError(code, "g++", output), "compiled"])
 
     def compile_graph(*_, **__):
         if isinstance(answer := next(answers), Exception):

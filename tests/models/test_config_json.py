@@ -218,6 +218,15 @@ def test_the_name_of_a_nonlinearity_stays():
         assert keep_activation_names(written, {"hidden_act": other}) == written
 
 
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3Text"])
+def test_a_scale_that_gemma_cannot_store_is_refused(family):
+    """Transformers loads no config.json whose query_pre_attn_scalar is not an integer."""
+    section = checked_model(of(family))
+    assert isinstance(to_config_json(section)["query_pre_attn_scalar"], int)
+    with pytest.raises(UserError, match=r"model\.attention_multiplier is 0\.3, .* train with 0\.30"):
+        to_config_json(section.model_copy(update={"attention_multiplier": 0.3}))
+
+
 # ---- mistakes in a family's file
 
 

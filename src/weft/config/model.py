@@ -130,13 +130,13 @@ class ModelSection(Section):
     """Whether attention and MLP of a layer are computed in parallel: both read the layer's input, and both outputs are
     added to this input.
     """
-    rms_norm_eps: float = Field(1e-5, gt=0)
+    rms_norm_eps: float = Field(1e-5, gt=0, le=1)
     """Epsilon of all norms, including LayerNorm."""
     qk_norm: bool = False
     """Whether an RMSNorm is applied to queries and keys, before the rotary embedding."""
     qk_norm_over: Literal["head", "width"] = "head"
     """Whether `qk_norm` normalizes each head by itself (`head`), or all heads together (`width`)."""
-    clip_qkv: float | None = Field(None, gt=0)
+    clip_qkv: float | None = Field(None, gt=0, le=1e6)
     """Maximum absolute value to which queries, keys and values are clamped. Default: none."""
     attention_sinks: bool = False
     """Whether each head has a learned attention sink: a logit that takes part in the softmax but has no value vector.
@@ -162,17 +162,17 @@ class ModelSection(Section):
     a score for each token, and is a model `...ForSequenceClassification` in Hugging Face's files. If the model in
     `from` has no such head, the head is new. Default: the model predicts tokens.
     """
-    embedding_multiplier: float = Field(1.0, gt=0)
+    embedding_multiplier: float = Field(1.0, gt=0, le=1e6)
     """Number by which the embedded tokens are multiplied."""
-    attention_multiplier: float | None = Field(None, gt=0)
+    attention_multiplier: float | None = Field(None, gt=0, le=1e6)
     """Number by which the dot products of queries and keys are multiplied. Default: 1 / sqrt(`head_dim`)."""
-    residual_multiplier: float = Field(1.0, gt=0)
+    residual_multiplier: float = Field(1.0, gt=0, le=1e6)
     """Number by which the output of each residual branch is multiplied."""
-    logits_scaling: float = Field(1.0, gt=0)
+    logits_scaling: float = Field(1.0, gt=0, le=1e6)
     """Number by which the output logits are divided."""
-    attn_logit_softcapping: float | None = Field(None, ge=1e-3)
+    attn_logit_softcapping: float | None = Field(None, ge=1e-3, le=1e6)
     """Cap of the attention logits: x becomes cap * tanh(x / cap). Default: none."""
-    logit_softcap: float | None = Field(None, ge=1e-3)
+    logit_softcap: float | None = Field(None, ge=1e-3, le=1e6)
     """Cap of the output logits: x becomes cap * tanh(x / cap). Default: none."""
 
     attention_dropout: float = Field(0.0, ge=0, lt=1)

@@ -66,10 +66,9 @@ def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
     return write(keys, KEYS) | write_rope(keys) | write_layer_types(keys) | {"query_pre_attn_scalar": scalar(keys)}
 
 
-def scalar(keys: dict[str, Any]) -> float:
-    """Returns config.json's `query_pre_attn_scalar` for keys of `model:`, as an integer if possible."""
-    value = keys["attention_multiplier"] ** -2
-    return round(value) if abs(value - round(value)) < 1e-6 else value
+def scalar(keys: dict[str, Any]) -> int:
+    """Returns config.json's `query_pre_attn_scalar` for keys of `model:`; Transformers takes integers only."""
+    return max(1, round(keys["attention_multiplier"] ** -2))
 
 
 _PRESET = {

@@ -122,10 +122,14 @@ def compile_once(graph: torch.fx.GraphModule, inputs: list[Any], *, options: dic
 
 
 def _stopped(error: BaseException | None) -> bool:
-    """Whether a signal stopped the C++ compiler: Ctrl-C reaches it, too, while Weft itself ends its step first."""
+    """Whether a signal stopped the C++ compiler: Ctrl-C reaches it, too, while Weft itself ends its step first.
+
+    g++ itself ends with 1 if a program that it started was killed, such as by a kernel that is out of memory.
+    """
     while error is not None:
         if isinstance(error, subprocess.CalledProcessError):
-            return -error.returncode in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            killed = b"Killed signal terminated program" in (error.output or b"")
+            return killed or -error.returncode in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
         error = error.__cause__ or error.__context__
     return False
 
