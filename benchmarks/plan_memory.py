@@ -89,8 +89,8 @@ def config_of(content: dict, folder: Path) -> RunConfig:
 
 def described(content: dict) -> str:
     model, training = content["model"], content["training"]
-    kind = next((kind for kind in reversed(KINDS) if KINDS[kind] and KINDS[kind].items() <= model.items()), "dense")
-    kind = "sliding" if kind == "dense" and "sliding_window" in model else kind
+    otherwise = "sliding" if "sliding_window" in model else "dense"
+    kind = next((kind for kind, keys in KINDS.items() if keys and keys.items() <= model.items()), otherwise)
     mesh = " ".join(f"{key} {value}" for key, value in content["parallel"].items()) or "fsdp"
     tied = ", tied" if model["tie_word_embeddings"] else ""
     return (
@@ -139,14 +139,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="number of runs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of models")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of models, such as dense,mla")
     parser.add_argument("--simulated", type=Path, help="file of simulated runs, which is continued")
     parser.add_argument("--out", type=Path, help="write the table to this file, too")
     arguments = parser.parse_args()
     rows, errors, failed, refused, made = [], [], [], 0, 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        kinds = arguments.kinds.split(",")
+        if unknown := set(kinds := arguments.kinds.split(",")) - set(KINDS):
+            raise SystemExit(f"--kinds: unknown {', '.join(sorted(unknown))}; use {', '.join(KINDS)}")
         for content, found in runs(arguments.count, arguments.seed, kinds, arguments.simulated, folder):
             if found is None:
                 refused += 1

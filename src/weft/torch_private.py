@@ -73,8 +73,8 @@ NAMES = (
                 "torch.nn.utils adds them up in float32, Weft in float64", "one vector_norm per gradient"),
     PrivateName("torch.ops:aten._foreach_mul_", "scales many gradients in one kernel; "
                 "clip_grads_with_norm_ divides by norm + 1e-6", "one mul_ per gradient"),
-    PrivateName("torch:_C._current_graph_task_id", "tells whether a forward pass runs within backward (recomputation)",
-                "routers count recomputed tokens twice"),
+    PrivateName("torch:_C._current_graph_task_id", "tells which backward pass runs: a forward pass in it recomputes, "
+                "and gradients of a single rank move at its end", "routers count recomputed tokens twice"),
     PrivateName("torch:_C._SetExcludeDispatchKeyGuard", "detaches a tensor that still counts in-place writes",
                 "a write over a saved activation is not detected"),
     PrivateName("torch.utils._python_dispatch:TorchDispatchMode", _DISPATCH, "no selective or budgeted checkpointing"),

@@ -58,6 +58,7 @@ def test_a_sample_is_one_ranks_whatever_the_number_of_ranks(ranks):
 
 def test_micro_batches_padding_and_short_rows_keep_samples_together():
     batch = BatchSource(Groups(), batch_size=5, layout=LAYOUT).batch(0)
+    assert batch.split(15)[0] is batch
     pieces = batch.split(6)
     assert [len(piece.tokens) for piece in pieces] == [6, 6, 3]
     assert all(fits(piece) for piece in pieces)

@@ -180,6 +180,10 @@ def test_an_order_is_the_same_however_it_is_asked_for():
     whole = Epochs(5000, 7)(np.arange(12_000))
     assert sorted(whole[5000:10_000]) == list(range(5000))
     assert np.array_equal(whole[:5000], Permutation(5000, 7, 0)(np.arange(5000)))
+    order = Epochs(5000, 7)
+    # Within a chunk, across two, across epochs, repeated, and with equal ends and others between.
+    for asked in (range(2050, 2080), range(2040, 2060), range(4990, 5010), [3, 3, 4], [9, 5000, 4, 9], []):
+        assert np.array_equal(order(np.array(asked, np.int64)), whole[np.array(asked, np.int64)])
     asked = np.random.default_rng(1).permutation(12_000)
     assert np.array_equal(Epochs(5000, 7)(asked), whole[asked])
     assert [Epochs(5000, 7)(np.array([n]))[0] for n in (0, 4999, 5000, 11_999)] == whole[

@@ -1,5 +1,7 @@
 """Gradients of a model on one rank: those of plain PyTorch, whatever happened in the backward pass before."""
 
+import warnings
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -87,3 +89,16 @@ def test_a_backward_pass_within_another_takes_its_gradients_along(model):
     layer.forward = recomputed
     loss(model).backward()
     assert equal(gradients(model), expected)
+
+
+def test_sums_of_one_rank_are_numbers_of_whatever_was_given():
+    world = start_world(ParallelSection())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            given = torch.tensor(1.5, requires_grad=True), torch.tensor(2), 3, torch.tensor(0.1, dtype=torch.float64)
+            found = world.sum(*given, votes=[1, 0.5])
+    finally:
+        world.close()
+    assert found == [1.5, 2.0, 3.0, 0.1, 1.0, 0.5]
+    assert all(type(value) is float for value in found)

@@ -77,14 +77,44 @@ def test_each_pipeline_rank_with_gpipe_keeps_the_logits_of_all_micro_batches(run
     assert planned[1].total == pytest.approx(last.memory.total, rel=0.05)
 
 
-def test_blocks_of_logits_do_not_exist_at_once(run):
-    """8,192 tokens have more logits than are kept: two blocks, one after the other."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_of_logits_do_not_exist_at_once(run, dtype):
+    """8,192 tokens have more logits than are kept: two blocks, one after the other, whose gradients are summed."""
     sizes = "model.hidden_size=256", "model.num_attention_heads=4", "model.intermediate_size=512"
-    config = run({}, *sizes, "training.dtype=float32", "training.micro_batch_size=4", *FULL)
-    one = simulate_rank(config, 8)
-    assert 0.9 < one.memory.logits / (4 * (1 << 27)) < 1.1  # all logits have twice as many bytes
+    config = run({}, *sizes, f"training.dtype={dtype}", "training.micro_batch_size=4", *FULL)
+    one, width = simulate_rank(config, 8), 4 if dtype == "float32" else 2
+    assert 0.9 < one.memory.logits / (width * (1 << 27)) < 1.1  # all logits have twice as many bytes
+    assert one.memory.gradients > 4 * 32_000 * 256  # of the first block
     (planned,) = memory_of(config, 8, cpu=True)
     assert planned.total == pytest.approx(one.memory.total, rel=0.05)
+
+
+def _twice_read(h, n, w):
+    return h + (n(h) @ w + (n(h) @ w).sin())
+
+
+def _shared(a, _, b):
+    return a.sin() + b.cos() + (a + b).square()
+
+
+@pytest.mark.parametrize("function", [_twice_read, _shared])
+def test_gradients_are_summed_in_place_where_autograd_does(function, monkeypatch):
+    import torch
+
+    from weft.planner import torch_private as private
+
+    def backward():
+        h, w = (torch.ones(8, 8, requires_grad=True) for _ in range(2))
+        function(h, torch.nn.functional.silu, w).sum().backward()
+
+    with torch.profiler.profile() as profile:
+        backward()
+    names = [event.name for event in profile.events()]
+    answers, ask = [], private._is_sum_in_place
+    monkeypatch.setattr(private, "_is_sum_in_place", lambda func, args: answers.append(ask(func, args)) or answers[-1])
+    with private.without_values(0, 0) as mode, mode, private.MemoryCounter(mode, []):
+        backward()
+    assert 0 < answers.count(True) == names.count("aten::add_")
 
 
 @pytest.mark.long

@@ -291,6 +291,20 @@ def test_parts_sum_to_the_step(run):
         assert axes & {"tp", "cp", "pp"} <= set(predicted.parts)
 
 
+def test_ring_attention_that_gathers_keys_takes_the_time_of_it(run):
+    machine, cp = load_hardware("h100-mn5"), ("parallel.dp_replicate=2", "parallel.cp=2")
+    for option in ("model.attention_sinks=true", "model.attn_logit_softcapping=30", "model.attention_dropout=0.1"):
+        ring, gathers, plain = (
+            predict(run(8, *cp, *more), 8, machine).parts["cp"]
+            for more in (
+                ("parallel.cp_method=ring", option),
+                ("parallel.cp_method=all_gather", option),
+                ("parallel.cp_method=ring",),
+            )
+        )
+        assert ring == gathers != plain
+
+
 def test_a_prediction_needs_no_torch():
     code = "import sys, weft.planner.step as step; print('torch' in sys.modules, step.predict.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

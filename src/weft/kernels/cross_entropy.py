@@ -210,13 +210,20 @@ def head_gradients(hidden, weight, kept, overwrite, needed, factors: _TokenFacto
             product.index_add_(0, labels, tokens * chosen)
         weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)
         del logits, product  # the next block would need memory beside them
-    return hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype)
+    return hidden_gradient, None if weight_gradient is None else _rounded_gradient(weight_gradient, weight.dtype)
+
+
+# `weft.planner.torch_private` knows these two functions by their names.
 
 
 def _weight_gradient(logits, tokens, *, accumulates: bool):
-    """Returns `logits^T tokens`, in at least float32 if others are added to it."""
+    """Returns the head's gradient of a block, `logits^T tokens`: in at least float32 if `accumulates` over blocks."""
     product = matmul(logits.mT, tokens)
     return product.to(torch.promote_types(product.dtype, torch.float32)) if accumulates else product
+
+
+def _rounded_gradient(gradient, dtype):
+    return gradient.to(dtype)
 
 
 def _cap_by_sigmoid(logits, softcap):

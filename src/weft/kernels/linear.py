@@ -70,7 +70,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def product(a, b):
     """Computes `a @ b.mT` for two float32 matrices with oneDNN."""
     if not (b.is_contiguous() or b.mT.is_contiguous()):
-        b = b.contiguous()  # oneDNN takes 1,000 times as long with, for example, a slice of columns
+        b = b.contiguous()  # with gaps between rows (a slice of columns), oneDNN takes 1,000 times as long
     return multiply_onednn(a, b, None, "none", [], "")
 
 

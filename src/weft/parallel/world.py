@@ -89,8 +89,8 @@ class World:
             The sums of `values`, then the sums of `votes`.
         """
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
-        if self.ranks == 1 and device.type == "cpu":  # nothing to add, and no device to wait for
-            return [float(value) for value in (*values, *votes)]
+        if self.ranks == 1 and device.type == "cpu":  # no other ranks, and no device to wait for
+            return [float(v.detach() if isinstance(v, torch.Tensor) else v) for v in (*values, *votes)]
         scalars = [torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values]
         counts = torch.tensor(votes, dtype=torch.float64, device=device)
         total = torch.cat([torch.stack(scalars), counts]) if scalars else counts

@@ -19,6 +19,7 @@ from weft.config.model import ModelSection
 from weft.config.nearest_mesh import divisors
 from weft.config.run import RunConfig
 from weft.planner.hardware import Hardware
+from weft.planner.work import allows_ring
 
 MOST_MICRO = 64  # sequences of a micro-batch; larger products are not faster
 SCHEDULES: tuple[tuple[Schedule, int], ...] = (  # gpipe and looped_bfs need more memory and are not faster
@@ -170,8 +171,7 @@ class MeshSpace:
         model, plain = self.model, self.config.data.document_attention is False
         if cp == 1:
             return ["auto"]
-        plain = plain and not (model.attention_sinks or model.attn_logit_softcapping or model.attention_dropout)
-        plain = plain and model.position != "alibi" and not any(map(model.slides, range(model.num_hidden_layers)))
+        plain = plain and allows_ring(model) and not any(map(model.slides, range(model.num_hidden_layers)))
         ring = plain and self.length % (2 * cp * tp) == 0
         return ["auto", "ring"] if ring else ["auto"]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft.config.mesh import can_exchange_heads
 from weft.config.model import ModelSection
-from weft.planner.work import Shares
+from weft.planner.work import Shares, allows_ring
 
 LONG = 1024  # tokens from which a sliding window needs no mask of all tokens (weft.kernels.blocked_attention)
 
@@ -49,7 +50,7 @@ class Saved:
         inputs: the residual stream before the block.
         everything: all tensors saved for backward, with `inputs`.
         selective: results of matrix products, attention and communication, which mode `selective` keeps.
-        unsaved: those of `selective` that are not in `everything`.
+        unsaved: those of `selective` that backward does not read: without recomputation, they are not saved.
         transient: gradients that exist at once within the backward pass, less what it has freed by then.
     """
 
@@ -71,7 +72,7 @@ def saved_tensors(sizes: Sizes, layer: int) -> Saved:
     norms = 4 if model.norm_placement == "both" else 1 if model.use_parallel_residual else 2
     everything = residual * norms * norm_tensors(sizes.shares, cpu=sizes.cpu) + attention + inner
     freed = inner - (kept - unsaved) * (sizes.checkpointing == "selective")  # by the MLP, whose backward pass is first
-    transient = max(widest, _ring_gradients(sizes, layer), _scores(sizes, layer)[1] - freed)
+    transient = max(widest, _ring_gradients(sizes, layer), _scores(sizes, layer).gradients - freed)
     if sizes.gathers_again and shares.mesh.tp > 1:
         transient += _hidden_bytes(shares)
     return Saved(residual, everything, kept + kept_attention, unsaved + unsaved_attention, transient)
@@ -121,9 +122,8 @@ def _is_ring(sizes: Sizes, layer: int) -> bool:
     """Returns whether a layer has ring attention, which needs a mask that is purely causal (`parallel.cp_method`)."""
     shares, model = sizes.shares, sizes.shares.model
     window = model.sliding_window if model.slides(layer) else None
-    causal = (window is None or window >= shares.length) and model.attention_pattern is None
-    plain = not (_caps_or_sinks(model) or model.position == "alibi" or model.attention_dropout)
-    return shares.mesh.cp > 1 and sizes.cp_method == "ring" and causal and plain
+    windowed = window is not None and window < shares.length
+    return shares.mesh.cp > 1 and sizes.cp_method == "ring" and allows_ring(model) and not windowed
 
 
 def _gathers(sizes: Sizes, layer: int) -> bool:
@@ -131,20 +131,28 @@ def _gathers(sizes: Sizes, layer: int) -> bool:
     return sizes.shares.mesh.cp > 1 and not _exchanges_heads(sizes) and not _is_ring(sizes, layer)
 
 
-def _scores(sizes: Sizes, layer: int) -> tuple[float, float, float]:
-    """Returns the bytes of all scores that attention saves, those of their gradients, and of repeated keys and values.
+class _Scores(NamedTuple):
+    """Bytes of attention that materializes all scores: saved scores, their gradients, repeated keys and values."""
+
+    saved: float = 0.0
+    gradients: float = 0.0
+    repeated: float = 0.0
+
+
+def _scores(sizes: Sizes, layer: int) -> _Scores:
+    """Returns what a layer's attention needs for all scores.
 
     Only CPUs have all scores, for soft caps and sinks with all-gathered keys (`weft.kernels.attention._unfused`).
     """
     shares, model = sizes.shares, sizes.shares.model
     if not (sizes.cpu and _gathers(sizes, layer) and _caps_or_sinks(model)):
-        return 0.0, 0.0, 0.0
+        return _Scores()
     heads, width, wide = shares.heads[0], shares.width, max(4, shares.width)
     pairs, narrow = float(shares.tokens * shares.length * heads), width * (width < wide)
     capped = width * (model.attn_logit_softcapping is not None)  # the result of tanh
     repeated = shares.tokens * shares.mesh.cp * heads * (model.qk_head_dim + model.v_head_dim) * width
     # The result of softmax, and its cast; the cast is freed before the gradients before and after softmax exist.
-    return pairs * (wide + narrow + capped), pairs * (2 * wide - narrow), repeated
+    return _Scores(pairs * (wide + narrow + capped), pairs * (2 * wide - narrow), repeated)
 
 
 def _ring_gradients(sizes: Sizes, layer: int) -> float:
@@ -165,10 +173,10 @@ def _attention(sizes: Sizes, layer: int) -> tuple[float, float, float]:
     heads, groups = shares.heads
     keys = tokens * (heads if model.mla is not None else groups) * (model.qk_head_dim + model.v_head_dim) * width
     held = tokens * heads * model.qk_head_dim * width + keys
-    scores, _, repeated = _scores(sizes, layer)
-    fused = not scores and not _is_blocked(sizes, layer)
+    scores = _scores(sizes, layer)
+    fused = not scores.saved and not _is_blocked(sizes, layer)
     out, statistics = tokens * heads * model.v_head_dim * width, 4 * tokens * heads * fused
-    total = sizes.layer_input + held + out + statistics + scores
+    total = sizes.layer_input + held + out + statistics + scores.saved
     if sizes.cpu and model.position == "rope" and fused:
         total += out
     if model.qk_norm:
@@ -182,8 +190,8 @@ def _attention(sizes: Sizes, layer: int) -> tuple[float, float, float]:
         kept += held + out  # before the all-to-all, and after it
         unsaved += held + out
     elif _gathers(sizes, layer):  # all keys and values, as received and as attention reads them
-        total += (repeated or keys * cp) - keys
-        kept, unsaved = kept + keys * cp, unsaved + keys * cp + out * (scores > 0)
+        total += (scores.repeated or keys * cp) - keys
+        kept, unsaved = kept + keys * cp, unsaved + keys * cp + out * (scores.saved > 0)
     return total, kept, unsaved
 
 

@@ -29,6 +29,7 @@ NAMES = {
     "tensors must not be counted",
     "torch.ops:aten._local_scalar_dense": "answers when a step reads a value of a tensor without values",
     "torch._C:_storage_Use_Count": "whether autograd adds to a gradient in place, as it does without a mode",
+    "torch:Tensor._use_count": "the same",
 }
 
 
@@ -209,18 +210,24 @@ class _Size:
 def _is_sum_in_place(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operation is autograd's sum of two gradients of one tensor, which outside of a mode adds to the first.
 
-    Within a mode autograd always makes a new tensor (`can_accumulate_inplace` in PyTorch's input_buffer.cpp).
+    Within a mode autograd always makes a new tensor (`can_accumulate_inplace` in PyTorch's input_buffer.cpp). Outside
+    of it, too, if the first is also the gradient of another tensor, or shares its memory.
     """
-    if func is not torch.ops.aten.add.Tensor or backward_number() == -1 or not isinstance(args[0], torch.Tensor):
+    if func is not torch.ops.aten.add.Tensor or backward_number() == -1:
         return False
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.endswith(_DISPATCHING):
         frame = frame.f_back
-    called_by_autograd = frame is not None and frame.f_code.co_name == "_engine_run_backward"
+    if frame is None or frame.f_code.co_name != "_engine_run_backward":
+        return False
+    first, second = args[:2]
+    if (first.shape, first.dtype) != (second.shape, second.dtype) or first._use_count() > second._use_count():
+        return False
     # Two references: the tensor's, and that of the storage's Python object. Others are those of tensors that share it.
-    return called_by_autograd and torch._C._storage_Use_Count(args[0].untyped_storage()._cdata) == 2
+    return torch._C._storage_Use_Count(first.untyped_storage()._cdata) == 2
 
 
+# Files of the frames between autograd's engine and a mode. Not DTensor's: autograd adds to no subclass in place.
 _DISPATCHING = ("/planner/torch_private.py", "/torch/_ops.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
 
 
@@ -228,7 +235,7 @@ def _part() -> str:
     """Returns the part that a new tensor counts for, by the innermost known code that creates it.
 
     Results of a forward pass, also of a repeated one, are `activations`. What else backward creates are `gradients`.
-    The code tells, not a frame's `f_locals` where that can be: they keep the tensors that a function deletes.
+    Avoids a frame's `f_locals`: reading it keeps alive the tensors that the function deletes.
     """
     frame = sys._getframe(2)
     while frame is not None:
@@ -254,7 +261,7 @@ def _part_of(file: str, function: str) -> str:
         return names.get(function, "")
     if file.endswith("/torch/utils/checkpoint.py"):
         return "activations" if function == "recompute_fn" else ""
-    loss = "gradients" if function == "_weight_gradient" else "logits"
+    loss = "gradients" if function in ("_weight_gradient", "_rounded_gradient") else "logits"
     parts = {"/kernels/cross_entropy.py": loss, "/gradients/clip.py": "buffers"}
     parts |= {"/optim/muon.py": "buffers", "/optim/optimizer.py": "buffers"}
     return next((part for name, part in parts.items() if file.endswith(name)), "")

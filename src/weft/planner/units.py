@@ -20,6 +20,7 @@ from weft.planner.work import (
     Shares,
     Stack,
     Work,
+    allows_ring,
     block_kinds,
     block_work,
     embedding_work,
@@ -312,6 +313,8 @@ class Job:
         if method == "auto":
             counts = model.num_attention_heads, model.num_attention_heads if model.mla else model.kv_heads
             method = "all_to_all" if can_exchange_heads(counts, self.mesh.tp, cp) else "all_gather"
+        if method == "ring" and not allows_ring(model):
+            method = "all_gather"
         if method == "all_to_all":
             widths = [count * dim for count in (heads, kv) for dim in (model.qk_head_dim, model.v_head_dim)]
             # One all-to-all each for queries, outputs, keys and values.

@@ -147,6 +147,12 @@ def block_kinds(model: ModelSection) -> list[tuple[bool, bool]]:
     return [(model.has_experts(layer), model.slides(layer)) for layer in range(model.all_layers)]
 
 
+def allows_ring(model: ModelSection) -> bool:
+    """Returns whether ring attention supports a model's layers without a window; other layers all-gather keys."""
+    scores = model.attention_sinks or model.attn_logit_softcapping or model.position == "alibi"
+    return not (scores or model.attention_dropout or model.attention_pattern)
+
+
 def block_work(shares: Shares, layer: int) -> Work:
     """Returns the work of a layer, counted from 0."""
     model, mesh, tokens = shares.model, shares.mesh, shares.tokens

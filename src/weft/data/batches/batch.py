@@ -194,7 +194,10 @@ class Batch:
         return replace(self, weight=weight / total.masked_fill(total == 0, 1.0))
 
     def split(self, size: int) -> list[Batch]:
-        """Returns micro-batches of at most `size` sequences. `size` must be a multiple of the sequences per sample."""
+        """Returns micro-batches of at most `size` sequences. `size` must be a multiple of the sequences per sample.
+
+        The only micro-batch is the batch itself, not a copy.
+        """
         if size >= len(self.tokens):
             return [self]
         return [self._map(lambda t, a=a: t[a : a + size]) for a in range(0, len(self.tokens), size)]

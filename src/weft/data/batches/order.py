@@ -36,11 +36,12 @@ class Epochs:
         self._chunks: dict[tuple[int, int], np.ndarray] = {}
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
-        if len(samples) and self.shuffle and (samples[1:] >= samples[:-1]).all():  # the usual case
-            (epoch, first), (same, last) = (divmod(int(sample), self.size) for sample in samples[[0, -1]])
-            chunk = first // CHUNK
-            if epoch == same and chunk == last // CHUNK:
-                return self._chunk(epoch, chunk)[samples - (epoch * self.size + chunk * CHUNK)]
+        if len(samples) and self.shuffle and (samples[1:] >= samples[:-1]).all():
+            first_epoch, first = divmod(int(samples[0]), self.size)
+            last_epoch, last = divmod(int(samples[-1]), self.size)
+            if first_epoch == last_epoch and first // CHUNK == last // CHUNK:  # as are most batches
+                start = first // CHUNK * CHUNK
+                return self._chunk(first_epoch, first // CHUNK)[samples - (first_epoch * self.size + start)]
         epochs, order = np.divmod(samples, self.size)
         if not self.shuffle:
             return order
