@@ -67,13 +67,13 @@ def collate(
     if missing := batch_size - len(indices):
         arrays = {key: np.concatenate([array, array[:1].repeat(missing, 0)]) for key, array in arrays.items()}
     arrays["weight"][real:] = 0
-    numbers = torch.full((batch_size,), -1, dtype=torch.int64)
-    numbers[:real] = torch.from_numpy(np.asarray(samples[:real], np.int64))
+    numbers = np.full(batch_size, -1, np.int64)
+    numbers[:real] = samples[:real]
     # [samples, sequences, ...] -> [batch, ...]
     arrays = {key: array.reshape(-1, *array.shape[1 + len(layout.lead) :]) for key, array in arrays.items()}
     tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
     extra = {name: tensors.pop(name) for name in layout.fields}
-    numbers = numbers.repeat_interleave(layout.sequences)
+    numbers = torch.from_numpy(numbers.repeat(layout.sequences))
     batch = Batch(**{"segments": None, **tensors}, samples=numbers, extra=extra, layout=layout)
     if (row := batch.unpaired_row()) is not None:
         name = f"{type(dataset).__name__}[{indices[row // layout.sequences]}]"
