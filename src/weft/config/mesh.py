@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from weft.config.model import ModelSection
 from weft.config.section import Section, TextPattern
 from weft.errors import UserError
 
@@ -262,3 +263,18 @@ def can_exchange_heads(heads: Iterable[int], tp: int, cp: int) -> bool:
             1/`tp` of both, but at least 1.
     """
     return all(max(1, count // tp) % cp == 0 for count in heads)
+
+
+def choose_cp_method(model: ModelSection, method: str, cp: int, tp: int) -> str:
+    """Returns the communication method of attention for a value of `parallel.cp_method`.
+
+    "auto" means all_to_all if `cp` divides the number of heads per `tp` rank, else all_gather.
+
+    Args:
+        method: a communication method or "auto".
+        cp, tp: sizes of these mesh axes.
+    """
+    if method != "auto":
+        return method
+    groups = model.num_attention_heads if model.mla else model.kv_heads
+    return "all_to_all" if can_exchange_heads((model.num_attention_heads, groups), tp, cp) else "all_gather"

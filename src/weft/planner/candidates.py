@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.config.derive import batch_sequences, sequence_length
 from weft.config.legal_mesh import is_legal, mesh_needs
-from weft.config.mesh import AXES, MeshShape, ParallelSection, Schedule, can_exchange_heads
+from weft.config.mesh import AXES, MeshShape, ParallelSection, Schedule, choose_cp_method
 from weft.config.model import ModelSection
 from weft.config.nearest_mesh import divisors
 from weft.config.run import RunConfig
@@ -177,9 +177,7 @@ class MeshSpace:
 
     def exchanges(self, work: Work) -> bool:
         """Whether attention exchanges heads for tokens over `cp`."""
-        model = self.model
-        heads = model.num_attention_heads, model.num_attention_heads if model.mla else model.kv_heads
-        return work.method == "auto" and can_exchange_heads(heads, work.tp, work.cp)
+        return choose_cp_method(self.model, work.method, work.cp, work.tp) == "all_to_all"
 
     def _runs(self, schedule: Schedule) -> bool:
         changes = {"pp": 2, "dp_shard": 1, "pp_schedule": schedule, "async_tp": False, "compress": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.config.mesh import can_exchange_heads
+from weft.config.mesh import choose_cp_method
 from weft.config.model import ModelSection
 from weft.planner.work import Shares, allows_ring
 
@@ -112,10 +112,8 @@ def _is_blocked(sizes: Sizes, layer: int) -> bool:
 
 def _exchanges_heads(sizes: Sizes) -> bool:
     """Returns whether context parallel attention uses all-to-alls."""
-    model, mesh = sizes.shares.model, sizes.shares.mesh
-    counts = model.num_attention_heads, model.num_attention_heads if model.mla else model.kv_heads
-    exchanges = sizes.cp_method == "auto" and can_exchange_heads(counts, mesh.tp, mesh.cp)
-    return mesh.cp > 1 and (exchanges or sizes.cp_method == "all_to_all")
+    mesh = sizes.shares.mesh
+    return mesh.cp > 1 and choose_cp_method(sizes.shares.model, sizes.cp_method, mesh.cp, mesh.tp) == "all_to_all"
 
 
 def _is_ring(sizes: Sizes, layer: int) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from weft.config.derive import batch_sequences, sequence_length, split_batch
-from weft.config.mesh import can_exchange_heads, mesh_shape
+from weft.config.mesh import choose_cp_method, mesh_shape
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.errors import UserError
@@ -309,10 +309,7 @@ class Job:
         model, cp, group = self.model, self.mesh.cp, self.groups["cp"]
         kv = heads if model.mla is not None else groups
         keys = work.tokens * kv * (model.qk_head_dim + model.v_head_dim) * self.width  # this rank's keys and values
-        method = self.parallel.cp_method
-        if method == "auto":
-            counts = model.num_attention_heads, model.num_attention_heads if model.mla else model.kv_heads
-            method = "all_to_all" if can_exchange_heads(counts, self.mesh.tp, cp) else "all_gather"
+        method = choose_cp_method(model, self.parallel.cp_method, cp, self.mesh.tp)
         if method == "ring" and not allows_ring(model):
             method = "all_gather"
         if method == "all_to_all":

@@ -16,7 +16,7 @@ from weft.checkpoint.huggingface.transformers_files import fill_transformers_mod
 from weft.checkpoint.load import architecture, find_checkpoint, load, resolve
 from weft.checkpoint.model_parts import without_prediction_layers
 from weft.config.legal_mesh import check_mesh
-from weft.config.mesh import MeshShape
+from weft.config.mesh import MeshShape, choose_cp_method
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.config.transformers_model import TransformersModelSection, folder_config
@@ -25,7 +25,6 @@ from weft.families.config_json import is_huggingface
 from weft.models.adapter import saved_with_adapter
 from weft.parallel.adapter import subtract_initial_product
 from weft.parallel.apply import build_sharded_model
-from weft.parallel.axes.context import choose_method
 from weft.parallel.frozen_models import AdapterAtStart, FrozenCopy
 from weft.parallel.model_state import ModelPlan, ModelState, state_of
 from weft.parallel.objective import Objective
@@ -252,7 +251,7 @@ def frozen_plan(config: RunConfig, plan: ModelPlan, source: Source, shape: MeshS
     if not source.start:
         changes |= {"stage_layers": None, "plan": None} | ({} if getattr(source.section, "moe", None) else {"ep": 1})
     if shape.cp > 1 and isinstance(config.model, ModelSection):  # both models get the same shards of sequences
-        changes["cp_method"] = choose_method(config.model, plan.parallel.cp_method, shape.cp, shape.tp)
+        changes["cp_method"] = choose_cp_method(config.model, plan.parallel.cp_method, shape.cp, shape.tp)
     parallel = plan.parallel.model_copy(update=changes)
     if not source.start:
         try:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from weft.config.mesh import can_exchange_heads
+from weft.config.mesh import choose_cp_method
 from weft.config.model import ModelSection
 from weft.data.batches.batch import Batch
 from weft.kernels.attention import alibi_slopes
@@ -41,21 +41,6 @@ from weft.parallel.randomness import WeightsDropout, draw_full_sequence
 _ABSENT = object()
 
 
-def choose_method(config: ModelSection, method: str, cp: int, tp: int) -> str:
-    """Returns the communication method of attention for a value of `parallel.cp_method`.
-
-    "auto" means all_to_all if `cp` divides the number of heads per `tp` rank, else all_gather.
-
-    Args:
-        method: a communication method or "auto".
-        cp, tp: sizes of these mesh axes.
-    """
-    if method != "auto":
-        return method
-    groups = config.num_attention_heads if config.mla else config.kv_heads
-    return "all_to_all" if can_exchange_heads((config.num_attention_heads, groups), tp, cp) else "all_gather"
-
-
 def shard_over_cp(model: nn.Module, state: ModelState) -> nn.Module:
     """Makes the decoder compute with this rank's shard of each sequence, and attention communicate over `cp`.
 
@@ -64,7 +49,7 @@ def shard_over_cp(model: nn.Module, state: ModelState) -> nn.Module:
     """
     world = state.world
     if world.shape.cp > 1 and isinstance(model, Decoder):
-        method = choose_method(model.config, state.plan.parallel.cp_method, world.shape.cp, world.shape.tp)
+        method = choose_cp_method(model.config, state.plan.parallel.cp_method, world.shape.cp, world.shape.tp)
         if state.sequence_shard is None:  # an earlier pipeline stage of this rank may have set it
             state.sequence_shard = SequenceShard(model.config, world.group("cp"), method)
         state.sequence_shard.apply(model, state)
