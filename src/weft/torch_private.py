@@ -195,9 +195,10 @@ def foreach_scale(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> 
     torch.ops.aten._foreach_mul_(tensors, factor)
 
 
-def backward_number() -> int:
-    """Returns the number of the backward pass that autograd's engine is running on this thread; -1: none."""
-    return torch._C._current_graph_task_id()
+def backward_number() -> int | None:
+    """Returns the number of the backward pass that autograd's engine is running on this thread; None: no such pass."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
 
 
 def detached_with_version(tensor: torch.Tensor) -> torch.Tensor:

@@ -213,7 +213,7 @@ def _is_sum_in_place(func: Any, args: tuple[Any, ...]) -> bool:
     Within a mode autograd always makes a new tensor (`can_accumulate_inplace` in PyTorch's input_buffer.cpp). Outside
     of it, too, if the first is also the gradient of another tensor, or shares its memory.
     """
-    if func is not torch.ops.aten.add.Tensor or backward_number() == -1:
+    if func is not torch.ops.aten.add.Tensor or backward_number() is None:
         return False
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.endswith(_DISPATCHING):
@@ -248,7 +248,7 @@ def _part() -> str:
         if part:
             return part
         frame = frame.f_back
-    return "gradients" if backward_number() != -1 else "activations"
+    return "gradients" if backward_number() is not None else "activations"
 
 
 _PARTS: dict[CodeType, str] = {}

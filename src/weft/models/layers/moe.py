@@ -288,7 +288,7 @@ def dispatch(
 
 def _recomputing() -> bool:
     """Whether this forward pass is a recomputation by activation checkpointing, in backward; false in compiled code."""
-    return not torch.compiler.is_compiling() and backward_number() != -1
+    return not torch.compiler.is_compiling() and backward_number() is not None
 
 
 class Permute(torch.autograd.Function):

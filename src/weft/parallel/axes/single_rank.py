@@ -96,7 +96,7 @@ class SingleRankParameters:
         self.dtype, self.sums = dtype, sums
         self.cached: dict[int, _Cached] = {}  # key: id of the parameter, which is fast to look up
         self.arrived: list[tuple[DTensor, torch.Tensor]] = []  # parameters and leaves whose gradients move at the end
-        self.backward = -1  # the backward pass at whose end they move
+        self.backward: int | None = None  # the backward pass at whose end they move
 
     def __call__(self, parameter: DTensor) -> torch.Tensor:
         """Returns the plain tensor, cast to `dtype`, of a DTensor parameter that is not sharded."""
@@ -106,7 +106,7 @@ class SingleRankParameters:
             cached = self.cached[id(parameter)] = _Cached()
         if not torch.is_grad_enabled() or not parameter.requires_grad:
             return self._cast(cached, tensor)
-        while self.arrived and backward_number() == -1:  # the last backward pass failed: its gradients do not count
+        while self.arrived and backward_number() is None:  # the last backward pass failed: its gradients do not count
             self.arrived.pop()[1].grad = None
         cached.cast, leaf = None, cached.leaf
         if leaf is None or leaf.data_ptr() != tensor.data_ptr() or leaf.dtype != tensor.dtype:
