@@ -11,6 +11,7 @@ per step; a user's share of it is the figure of `14m`.
 
 import argparse
 import datetime
+import itertools
 import json
 import statistics
 import sys
@@ -28,7 +29,7 @@ WARMUP = 5
 
 
 class Turns:
-    """A tracker. Called at the end of each of the loop's steps, it notes the time and takes a bare step in between."""
+    """A tracker. At the end of each of the loop's steps, it notes the time, and takes a bare and a plain step."""
 
     bare_step = plain_step = None  # set once the model is there
     looped: list[float]
@@ -86,7 +87,6 @@ def bare_step_of(loop):
 
     batch = loop.data.source.batch(0).to(loop.world.device)
     rows = SEQUENCE * len(batch.tokens)
-    last = {}
 
     def step(batch=batch):
         logprobs = loop.model(batch.tokens, batch.positions, batch.segments, labels=batch.labels)
@@ -100,8 +100,7 @@ def bare_step_of(loop):
                 grad.mul_(1.0 / norm)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-        last["loss"], last["norm"] = loss.item(), norm
-        return last
+        return {"loss": loss.item(), "norm": norm}
 
     return step
 
@@ -119,10 +118,10 @@ def plain_step_of(loop, bare_step, file):
         while True:
             yield from DataLoader(loop.data.source.dataset, batch_size=rows, shuffle=True, drop_last=True)
 
-    endless, taken = batches(), iter(range(10**9))
+    endless, numbered = batches(), itertools.count()
 
     def step():
-        number, lr = next(taken), loop.optimizer.param_groups[0]["lr"]
+        lr = loop.optimizer.param_groups[0]["lr"]
         for group in loop.optimizer.param_groups:
             group["lr"] = lr * 0.999
         tokens = next(endless)["tokens"]
@@ -131,7 +130,7 @@ def plain_step_of(loop, bare_step, file):
         numbers = torch.zeros(rows, dtype=torch.int64)
         batch = Batch(tokens, tokens.roll(-1, 1), weight, positions.expand_as(tokens), None, numbers)
         found = bare_step(batch)
-        line = {"step": number, **found, "lr": lr, "time": time.time()}
+        line = {"step": next(numbered), **found, "lr": lr, "time": time.time()}
         file.write(json.dumps(line) + "\n")
         file.flush()
 

@@ -143,11 +143,11 @@ def main() -> None:
     parser.add_argument("--simulated", type=Path, help="file of simulated runs, which is continued")
     parser.add_argument("--out", type=Path, help="write the table to this file, too")
     arguments = parser.parse_args()
+    if unknown := set(kinds := arguments.kinds.split(",")) - set(KINDS):
+        raise SystemExit(f"--kinds: unknown {', '.join(sorted(unknown))}; use {', '.join(KINDS)}")
     rows, errors, failed, refused, made = [], [], [], 0, 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if unknown := set(kinds := arguments.kinds.split(",")) - set(KINDS):
-            raise SystemExit(f"--kinds: unknown {', '.join(sorted(unknown))}; use {', '.join(KINDS)}")
         for content, found in runs(arguments.count, arguments.seed, kinds, arguments.simulated, folder):
             if found is None:
                 refused += 1
