@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -365,6 +366,9 @@ class Terminal:
 
     def __init__(self, *words, cwd):
         self.main, side = pty.openpty()
+        modes = termios.tcgetattr(side)
+        modes[3] |= termios.NOFLSH  # otherwise Ctrl-C discards what was written and not yet read
+        termios.tcsetattr(side, termios.TCSANOW, modes)
         known = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "500", "PYTHONIOENCODING": "utf-8"}
         command = [sys.executable, "-m", "weft", "chat", *map(str, words)]
         self.process = subprocess.Popen(command, env=known, cwd=cwd, preexec_fn=lambda: os.login_tty(side))
@@ -390,8 +394,11 @@ class Terminal:
     def interrupt(self, before=""):
         """Types Ctrl-C at the prompt. Python notices a signal there only while it waits for a key."""
         self.until(">>> ")
+        if before:
+            self.type(before)
+            self.until(before)
         time.sleep(0.3)
-        self.type(f"{before}\x03")
+        self.type("\x03")
 
 
 def test_ctrl_c_in_a_terminal(folder, tmp_path):
