@@ -15,7 +15,6 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
@@ -47,7 +46,6 @@ class PrivateName(NamedTuple):
     without: str
 
 
-_FUNCTIONAL = "torch.distributed._functional_collectives"
 _FLASH = "the fused attention kernel, with its log-sum-exp and backward; the public function returns only the output"
 _NO_FLASH = "document attention on CPUs and ring attention fail; use a plain softmax with its sums"
 _DISPATCH = "sees each operator below autograd; the public TorchFunctionMode sees only calls above it, not backward"
@@ -84,10 +82,6 @@ NAMES = (
     PrivateName("torch.utils._pytree:tree_leaves", _TREE, "write the recursion over tuples, lists and dicts"),
     PrivateName("torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "the rows of a DTensor that "
                 "this rank has, for FSDP2's strided shards too", "compute it from mesh and placements"),
-    PrivateName(f"{_FUNCTIONAL}:all_to_all_single_autograd", "differentiable, and compiled without a graph break; "
-                "those of torch.distributed.nn are neither", "write autograd functions over torch.distributed"),
-    PrivateName(f"{_FUNCTIONAL}:all_reduce", "see all_to_all_single_autograd", "see all_to_all_single_autograd"),
-    PrivateName(f"{_FUNCTIONAL}:wait_tensor", "see all_to_all_single_autograd", "see all_to_all_single_autograd"),
     PrivateName("torch.ops:aten._scaled_dot_product_flash_attention", _FLASH, _NO_FLASH),
     PrivateName("torch.ops:aten._scaled_dot_product_flash_attention_backward", _FLASH, _NO_FLASH),
     PrivateName("torch.ops:aten._scaled_dot_product_flash_attention_for_cpu", _FLASH, _NO_FLASH),
@@ -234,17 +228,6 @@ def pack_int4(integers: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor
     """
     values = torch.ops.aten._convert_weight_to_int4pack_for_cpu((integers + 8).to(torch.int32), 1)
     return values, torch.stack((scale.T, torch.zeros_like(scale.T)), -1)
-
-
-# ---- collectives that autograd and torch.compile follow; PyTorch 2.13 has new names for two of them
-
-all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-reduce_scatter_autograd = (
-    getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
-)
-all_to_all_autograd = functional.all_to_all_single_autograd
-all_reduce = functional.all_reduce
-wait_tensor = functional.wait_tensor
 
 
 # ---- settings of the process

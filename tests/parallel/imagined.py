@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from wire import Call, Wire, axis_names
 
 from weft.config.components import load_class
@@ -41,8 +42,25 @@ from weft.train.watch.monitor import NoMonitor
 def imagined(ranks: int, rank: int = 0) -> Iterator[None]:
     """Be one of `ranks`. PyTorch remembers process groups in many places: use it in a process of its own."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    with fake_ranks(ranks, rank):
+    with fake_ranks(ranks, rank), _Copied():
         yield
+
+
+class _Copied(TorchDispatchMode):
+    """Fills what is received with what is sent, as the fake group of PyTorch 2.13 does. That of 2.11 leaves it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func._opname in ("_reduce_scatter_base_", "alltoall_base_"):
+            self._copy(*args[:2])
+        elif func._opname in ("reduce_scatter_tensor", "all_to_all_single"):
+            self._copy(found, args[0])
+        return found
+
+    def _copy(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        if received.numel():
+            rows = sent.flatten()
+            received.flatten().copy_(rows.repeat(-(-received.numel() // len(rows)))[: received.numel()])
 
 
 def names_of(world: World) -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from weft import torch_private as private
+from weft.parallel import torch_private as private
 
 # Not differentiable: gathers a tensor of each rank into one. PyTorch 2.13 has a new name for it.
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

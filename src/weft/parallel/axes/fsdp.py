@@ -22,7 +22,7 @@ from weft.parallel.local_parameters import distribute_parameters, local, local_w
 from weft.parallel.memory.offload import offload_policy
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks
 from weft.parallel.stages import embeds_at_end
-from weft.parallel.torch_private import all_gather_in_background
+from weft.parallel.torch_private import all_gather_in_background, shard_integers
 from weft.parallel.world import World
 from weft.torch_private import dtensor_like
 
@@ -181,6 +181,7 @@ def _wrap(
     if parallel.compress is not None:
         mesh, axes = mesh[axes[-1]], axes[-1:]  # PowerSGD reduces over `dp_replicate`
     gather = None if ranks == 1 else _gather_in_fp8(unit, ranks, state)
+    shard_integers()
     fully_shard(
         unit if len(unit) > 1 else unit[0],
         mesh=mesh,

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
-from weft import torch_private as private
 from weft.parallel import collectives
-from weft.parallel.torch_private import hooks_of_saved_tensors
+from weft.parallel.torch_private import all_gather, hooks_of_saved_tensors, wait_tensor
+from weft.torch_private import storage_of, version_of
 
 
 def with_gathered(forward: Callable[..., Tensor], shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -73,7 +73,7 @@ class _Saved:
     def start(self) -> None:
         """Starts the all-gather, if backward will read the input."""
         if self.views and self.pending is None and self.full is None:
-            self.pending = private.all_gather(self.outer_unpack(self.shard), 0, self.group)
+            self.pending = all_gather(self.outer_unpack(self.shard), 0, self.group)
 
     def pack(self, tensor: Tensor) -> Any:
         if _identity(tensor) != self.input:
@@ -87,7 +87,7 @@ class _Saved:
         full = self.full
         if full is None:
             self.start()
-            parts = private.wait_tensor(self.pending).unflatten(0, (self.group.size(), -1))
+            parts = wait_tensor(self.pending).unflatten(0, (self.group.size(), -1))
             full = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1).contiguous()
             self.pending, self.unread = None, self.views
         self.unread -= 1
@@ -97,7 +97,7 @@ class _Saved:
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     """Identifies the storage of a tensor, its version (a layer can write in place over its input), and its dtype."""
-    return private.storage_of(tensor), private.version_of(tensor), tensor.dtype
+    return storage_of(tensor), version_of(tensor), tensor.dtype
 
 
 def _same(tensor: Any) -> Any:
