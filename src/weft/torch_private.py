@@ -110,8 +110,8 @@ NAMES = (
                 "exist", "`weft profile --structure` shows only meshes of one rank"),
     PrivateName("torch._subclasses.fake_tensor:FakeTensorMode", "runs a layer without memory, to count its saved "
                 "tensors", "`weft profile --structure` shows no memory of saved tensors"),
-    PrivateName("torch._C._distributed_c10d:_dump_fr_trace_json", "the last collectives of a rank that hangs; in "
-                "builds with NCCL, _dump_nccl_trace_json", "no record of collectives beside the stacks"),
+    PrivateName("torch._C._distributed_c10d:_dump_fr_trace_json", "the last collectives of a rank that hangs; "
+                "NCCL's are in _dump_nccl_trace_json", "no record of collectives beside the stacks"),
     PrivateName("torch._inductor:aoti_compile_and_package", "documented, but below a private module",
                 "`weft export --to aoti` fails"),
 )  # fmt: skip
@@ -311,8 +311,10 @@ def recorded_collectives() -> bytes:
     """Returns the last collectives of this process, as JSON of PyTorch's flight recorder."""
     from torch._C import _distributed_c10d as c10d
 
-    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
-    return dump() if dump is not None else b""
+    # A build with NCCL has both, of which the second has gloo's.
+    dumps = (getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
+    texts = [dump() for dump in dumps if dump is not None]
+    return next((text for text in texts if b'"entries"' in text), b"")
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -69,6 +69,7 @@ def test_known_problems_are_found(capsys, monkeypatch, environment, change, word
     def changed():
         found = copy.deepcopy(environment)
         found["variables"].pop("OMP_NUM_THREADS", None)
+        found["versions"]["torch built for"] = "CPU"
         found["memory and disk"].update({"working directory free_bytes": 1e12, "open files limit": 65536})
         found["memory and disk"]["shared memory free_bytes"] = 64e9
         change(found)

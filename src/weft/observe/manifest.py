@@ -144,8 +144,10 @@ def local_time(seconds: float) -> str:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Weft, Python, and the packages that results depend on."""
+    import torch
+
     found = {"weft": weft.__version__, "python": platform.python_version()}
-    return found | _installed()
+    return found | _installed() | {"torch": torch.__version__}  # its build (such as +cu130), which a wheel's name lacks
 
 
 @cache

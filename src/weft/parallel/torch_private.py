@@ -65,7 +65,7 @@ def shard_integers() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     if torch.__version__ < "2.12":
-        _fsdp_param.nn = _Parameters()
+        _fsdp_param.nn = _Parameters()  # pyright: ignore[reportPrivateImportUsage]
 
 
 class _Parameters:

@@ -87,6 +87,7 @@ class _Saved:
         full = self.full
         if full is None:
             self.start()
+            assert self.pending is not None
             parts = wait_tensor(self.pending).unflatten(0, (self.group.size(), -1))
             full = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1).contiguous()
             self.pending, self.unread = None, self.views
