@@ -43,7 +43,7 @@ def start(chat_model):
 def refuses_connections(client):
     try:
         client.get("/health")
-    except httpx.ConnectError:
+    except (httpx.ConnectError, httpx.ReadError):  # ReadError: it was connecting when the server closed its port
         return True
     return False
 
