@@ -12,7 +12,7 @@ STAMP := .venv/.installed
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-long test-parallel test-parallelize test-generation fuzz chaos serve-check export-check lint format package-check bench bench-data bench-models bench-parallel bench-tuning bench-serve docs site gpu-check clean
+.PHONY: help install quickstart test test-long test-oldest test-parallel test-parallelize test-generation fuzz chaos serve-check export-check lint format package-check bench bench-data bench-models bench-parallel bench-tuning bench-serve docs site gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,21 @@ test: $(STAMP) ## run the tests on all cores (ARGS="tests/data -k pack" for some
 
 test-long: $(STAMP) ## run what `make test` leaves out of its own tests because it takes minutes (ARGS="-k resume" for some of it)
 	@.venv/bin/python -m pytest -q -n auto --dist loadgroup -m long -o faulthandler_timeout=1200 $(ARGS)
+
+# Of the pinned versions, those that PyTorch itself asks for are left out.
+OLDEST := 2.11.0
+test-oldest: .venv-oldest/.installed ## run the tests with the oldest PyTorch that is supported (5 GB; PYTHON=python3.12, ARGS="tests/parallel" for some)
+	@.venv-oldest/bin/python -m pytest -q -n auto --dist loadgroup $(ARGS)
+
+.venv-oldest/.installed: pyproject.toml constraints.txt
+	@echo "Installing PyTorch $(OLDEST) into .venv-oldest (once, minutes) ..."
+	@rm -f $@
+	@$(PYTHON) -m venv --clear .venv-oldest
+	@grep -vE '^(torch|triton|nvidia[a-z0-9-]*|cuda[a-z0-9-]*|setuptools)==' constraints.txt > .venv-oldest/constraints.txt
+	@.venv-oldest/bin/python -m pip install -qq --disable-pip-version-check -c .venv-oldest/constraints.txt --upgrade pip
+	@.venv-oldest/bin/python -m pip install -qq --disable-pip-version-check --no-compile -c .venv-oldest/constraints.txt \
+	  torch==$(OLDEST) -e '.[tokenizers,dedup,eval,test]'
+	@touch $@
 
 test-parallel: $(STAMP) ## run the equivalence matrix: every mesh against one process (ARGS="-k tp2" for some of it)
 	@.venv/bin/python -m pytest -q -n 2 -m "matrix or not matrix" -o faulthandler_timeout=1200 tests/parallel $(ARGS)
