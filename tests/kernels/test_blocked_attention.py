@@ -1,5 +1,8 @@
 """Causal attention in bfloat16 by blocks of products, against attention in float64."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +11,9 @@ from weft.kernels import blocked_attention as module
 from weft.kernels import masks
 from weft.kernels.attention import Scores, alibi_slopes, attention
 from weft.kernels.blocked_attention import Window
+from weft.kernels.document_attention import segment_mask
 from weft.kernels.masks import attention_mask
+from weft.kernels.processor import features
 
 OPERATOR = "weft::blocked_attention"
 
@@ -207,6 +212,38 @@ def test_documents_are_computed_apart():
     for mine, right in zip(found, expected, strict=True):
         assert error(mine, right) < 0.007
     assert OPERATOR in operators(lambda: attention(*given[:3], causal=True, mask=segments))
+
+
+@pytest.mark.parametrize("lengths", [[700], [90, 30, 400, 180]])
+def test_keys_of_a_few_lengths_are_those_of_float64(lengths, monkeypatch):
+    monkeypatch.setattr(module, "LENGTHS", 2)  # as in a sequence of more than 4,096 tokens
+    given = tensors(batch=1, seq=700)
+    segments = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).unsqueeze(0)
+    seen = segment_mask(segments)
+    expected = results(lambda *x: F.scaled_dot_product_attention(*x, attn_mask=seen), given, torch.float64)
+    found = results(lambda *x: attention(*x, causal=True, mask=segments if len(lengths) > 1 else None), given)
+    assert max(map(error, found, expected)) < 0.01
+
+
+GROWTH = """
+import psutil, torch
+from weft.kernels.attention import attention
+torch.manual_seed(0)
+memory = []
+for _ in range(10):
+    segments = (torch.rand(4, 2048) < 1 / 400).cumsum(1)
+    q, k, v = (torch.randn(4, 2, 2048, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    attention(q, k, v, causal=True, mask=segments).sum().backward()
+    memory.append(psutil.Process().memory_info().rss)
+print(memory[-1] - memory[1])
+"""
+
+
+@pytest.mark.skipif("avx512_bf16" not in features(), reason="other processors compute bfloat16 in float32")
+def test_documents_of_ever_other_lengths_need_no_more_memory():
+    """oneDNN keeps the code of products of up to 1,024 shapes."""
+    done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) < 150e6
 
 
 def test_later_tokens_do_not_change_earlier_results():

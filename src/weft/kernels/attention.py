@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from weft.kernels.blocked_attention import Window, blocked_attention, fits
 from weft.kernels.cross_entropy import cap
-from weft.kernels.document_attention import document_attention, segment_mask
+from weft.kernels.document_attention import document_attention, run_starts, segment_mask
 from weft.kernels.flash import FlashMask, flash_attention
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def attention(
         mask = _window_mask(queries, keys, q.device, mask)
     elif mask is None and causal and blocked:
         mask = Window(keys)
+    elif _is_segments(mask) and blocked:
+        mask = Window(keys, run_starts(mask))
     if isinstance(mask, torch.Tensor) and mask.is_floating_point():
         scores = scores._replace(slopes=None)
     if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask, Window)):
@@ -90,7 +92,7 @@ def attention(
         return blocked_attention(q, k, v, scale, mask.first_keys(keys), scores.slopes, scores.softcap, scores.sinks)
     if _is_segments(mask):
         k, v = _repeat_kv(q, k, v)
-        return document_attention(q, k, v, mask, scores.scale, blocked)[0]
+        return document_attention(q, k, v, mask, scores.scale)[0]
     if mask is None and causal and 1 < queries < keys:
         mask = _causal_mask(queries, keys, q.device)
     # Without a mask the flash kernel skips the blocks above the diagonal; a boolean mask costs 1.7 times as much.

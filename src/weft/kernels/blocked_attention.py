@@ -19,6 +19,7 @@ from weft.kernels.processor import features
 from weft.kernels.torch_private import softmax_backward
 
 BLOCK = 128  # queries whose scores are in memory at a time
+LENGTHS = 32  # of keys in bfloat16: oneDNN makes code for the products of each, and keeps up to a megabyte of it
 LONG = 1024  # tokens from which a sliding window is faster in float32 than a mask of all tokens
 
 # The processor decides, not a measurement: a resumed run must compute the same bits.
@@ -141,7 +142,7 @@ class _Block(NamedTuple):
     Attributes:
         sequences: the sequences of the batch.
         tokens: the queries.
-        seen: the keys, from the first that a query sees to the last query.
+        seen: the keys, from the first that a query sees to the last query; in bfloat16 some more, for `LENGTHS`.
         first_keys: the first key that each query sees, `[queries]`; None: the first of the sequence.
         kv_heads: the number of heads of keys and values.
     """
@@ -187,12 +188,14 @@ class _Block(NamedTuple):
 def _blocks(q: torch.Tensor, k: torch.Tensor, starts: torch.Tensor | None) -> Iterator[_Block]:
     """Yields the blocks of all queries: of each sequence apart, if their first keys (`starts`) are not the same."""
     batch, seq = q.shape[0], q.shape[2]
+    step = BLOCK * -(-seq // (BLOCK * LENGTHS)) if q.dtype == torch.bfloat16 else 1
     size = batch if starts is None or len(starts) == 1 else 1
     for sequence in range(0, batch, size):
         for start in range(0, seq, BLOCK):
             tokens = slice(start, min(start + BLOCK, seq))
             first_keys = None if starts is None else starts[sequence, tokens]
-            seen = slice(0 if first_keys is None else int(first_keys[0]), tokens.stop)
+            first = 0 if first_keys is None else int(first_keys[0])
+            seen = slice(first // step * step, min(-(-tokens.stop // step) * step, seq))
             yield _Block(slice(sequence, sequence + size), tokens, seen, first_keys, k.shape[1])
 
 

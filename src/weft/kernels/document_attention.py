@@ -6,14 +6,12 @@ index. If an index occurs again after other indices, it stands for another docum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from weft.kernels.blocked_attention import blocked_attention, blocked_attention_backward
 from weft.torch_private import flash_cpu, flash_cpu_backward
 
 if TYPE_CHECKING:
@@ -99,13 +97,13 @@ def _block_lists(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # --- CPU kernel. No CPU kernel skips masked blocks, so long documents are computed one by one, and short documents in
 # batches. It is a custom operator: compiled code sees one call and no document lengths, which change with every batch.
 
-# Up to this length, copying documents into a batch is cheaper than one call per document. For the flash kernel, the
-# batch is in float32, because its small bfloat16 matrix products are slow. Times of that kernel for 4,096 tokens in
-# bfloat16 and in float32 (8 heads of 64, one thread, AMX): documents of 16 tokens 176 and 42 ms, of 128 tokens 120 and
-# 77 ms, of 256 tokens 80 and 96 ms, of 2,048 tokens 235 and 322 ms.
+# Up to this length, copying documents into a batch is cheaper than one call per document. The batch is in float32,
+# because the kernel's small bfloat16 matrix products are slow. Times for 4,096 tokens in bfloat16 and in float32 (8
+# heads of 64, one thread, AMX): documents of 16 tokens 176 and 42 ms, of 128 tokens 120 and 77 ms, of 256 tokens 80 and
+# 96 ms, of 2,048 tokens 235 and 322 ms.
 SHORT = 180
 
-_SIGNATURE = "(Tensor q, Tensor k, Tensor v, Tensor segments, float? scale, bool blocked) -> (Tensor, Tensor)"
+_SIGNATURE = "(Tensor q, Tensor k, Tensor v, Tensor segments, float? scale) -> (Tensor, Tensor)"
 _BACKWARD = (
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor segments, float? scale)"
     " -> (Tensor, Tensor, Tensor)"
@@ -113,33 +111,28 @@ _BACKWARD = (
 
 
 @torch.library.custom_op("weft::document_attention", mutates_args=(), device_types="cpu", schema=_SIGNATURE)
-def document_attention(q, k, v, segments, scale, blocked):
-    """Computes causal attention within each document on CPUs.
+def document_attention(q, k, v, segments, scale):
+    """Computes causal attention within each document on CPUs, by PyTorch's flash kernel.
 
     Args:
         q, k, v: `[batch, heads, seq, head_dim]`; all three have the same shape.
         segments: int64 `[batch, seq]`, index of each token's document.
         scale: multiplier of the scores; None: `1 / sqrt(head_dim)`.
-        blocked: whether `blocked_attention` computes documents, in place of PyTorch's flash kernel.
 
     Returns:
         The output `[batch, heads, seq, head_dim]`; and, for the backward pass, the log-sum-exp of the scores `[batch,
-        heads, seq]`. With `blocked`, which needs none, it has no elements.
+        heads, seq]`.
     """
-    (out, out_tokens), (lse, lse_tokens) = _empty(q), _empty_lse(q, blocked)
-    forward, _, dtype = _kernels(q, lse, scale)
+    (out, out_tokens), (lse, lse_tokens) = _empty(q), _empty_lse(q)
+    settings = _settings(scale)
     starts, lengths = _documents(segments)
     for document in _long_documents(starts, lengths, segments.shape[1]):
-        out[document], found = forward(q[document], k[document], v[document])
-        if not blocked:
-            lse[document] = found
+        out[document], lse[document] = flash_cpu(q[document], k[document], v[document], **settings)
     flat = [_flatten_tokens(x) for x in (q, k, v)]
     for sources, targets, _ in _short_documents(starts, lengths):
-        padded = (x[sources].to(dtype).transpose(1, 2) for x in flat)  # [documents, heads, longest, head_dim]
-        batch_out, found = forward(*padded)
-        out_tokens[targets] = batch_out.transpose(1, 2).to(q.dtype)
-        if not blocked:
-            lse_tokens[targets] = found.transpose(1, 2)
+        padded = (x[sources].to(lse.dtype).transpose(1, 2) for x in flat)  # [documents, heads, longest, head_dim]
+        batch_out, batch_lse = flash_cpu(*padded, **settings)
+        out_tokens[targets], lse_tokens[targets] = batch_out.transpose(1, 2).to(q.dtype), batch_lse.transpose(1, 2)
     return out, lse
 
 
@@ -153,38 +146,25 @@ def document_attention_backward(grad, q, k, v, out, lse, segments, scale):
         out, lse: the results of `document_attention`.
     """
     new = [_empty(q) for _ in range(3)]
-    _, backward, dtype = _kernels(q, lse, scale)
     starts, lengths = _documents(segments)
-    saved = (q, k, v, out, lse) if lse.numel() else (q, k, v)
+    saved, settings = (q, k, v, out, lse), _settings(scale)
     inputs = (grad.contiguous(), *saved)  # the kernel needs a last stride of 1
     for document in _long_documents(starts, lengths, segments.shape[1]):
-        gradients = backward(*(x[document] for x in inputs))
+        gradients = flash_cpu_backward(*(x[document] for x in inputs), **settings)
         for (result, _), gradient in zip(new, gradients, strict=True):
             result[document] = gradient
     flat = [_flatten_tokens(x) for x in (grad, *saved)]
     for sources, targets, padding in _short_documents(starts, lengths):
-        padded = [x[sources].to(dtype) for x in flat]
+        padded = [x[sources].to(lse.dtype) for x in flat]
         padded[0][padding] = 0  # no gradient from padding
-        gradients = backward(*(x.transpose(1, 2) for x in padded))
+        gradients = flash_cpu_backward(*(x.transpose(1, 2) for x in padded), **settings)
         for (_, tokens), gradient in zip(new, gradients, strict=True):
             tokens[targets] = gradient.transpose(1, 2).to(q.dtype)
     return tuple(result for result, _ in new)
 
 
-def _kernels(q: torch.Tensor, lse: torch.Tensor, scale: float | None) -> tuple[Callable, Callable, torch.dtype]:
-    """Returns forward and backward of causal attention, and the dtype of batches of short documents.
-
-    Blocks, not the flash kernel, if `lse` has no elements: backward then takes the kernel of forward.
-    """
-    if lse.numel() == 0:
-        scale = q.shape[3] ** -0.5 if scale is None else scale
-        return (
-            lambda q, k, v: (blocked_attention(q, k, v, scale), None),
-            lambda grad, q, k, v: blocked_attention_backward(grad, q, k, v, scale)[:3],
-            q.dtype,
-        )
-    settings = {"dropout_p": 0.0, "is_causal": True, "scale": scale}
-    return partial(flash_cpu, **settings), partial(flash_cpu_backward, **settings), lse.dtype
+def _settings(scale: float | None) -> dict[str, Any]:
+    return {"dropout_p": 0.0, "is_causal": True, "scale": scale}
 
 
 def _documents(segments: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -243,17 +223,15 @@ def _empty(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:-1].view(batch, seq, heads, head_dim).transpose(1, 2), tokens
 
 
-def _empty_lse(q: torch.Tensor, blocked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_lse(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, seq, _ = q.shape
-    if blocked:
-        return q.new_empty(0), q.new_empty(0)
     tokens = q.new_empty(batch * seq + 1, heads, dtype=torch.promote_types(q.dtype, torch.float32))
     return tokens[:-1].view(batch, seq, heads).transpose(1, 2), tokens
 
 
 @document_attention.register_fake
-def _(q, k, v, segments, scale, blocked):
-    return _empty(q)[0], _empty_lse(q, blocked)[0]
+def _(q, k, v, segments, scale):
+    return _empty(q)[0], _empty_lse(q)[0]
 
 
 @document_attention_backward.register_fake
@@ -262,13 +240,13 @@ def _(grad, q, k, v, out, lse, segments, scale):
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, segments, ctx.scale, _ = inputs
+    q, k, v, segments, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output, segments)
 
 
 def _backward(ctx, grad, _):
     q, k, v, out, lse, segments = ctx.saved_tensors
-    return *document_attention_backward(grad, q, k, v, out, lse, segments, ctx.scale), None, None, None
+    return *document_attention_backward(grad, q, k, v, out, lse, segments, ctx.scale), None, None
 
 
 document_attention.register_autograd(_backward, setup_context=_setup_context)
