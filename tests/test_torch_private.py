@@ -26,10 +26,12 @@ def test_this_pytorch_has_those_of_other_packages_too(monkeypatch):
     from weft.checkpoint import torch_private as of_checkpoint
     from weft.kernels import torch_private as of_kernels
     from weft.parallel import torch_private as of_parallel
+    from weft.parallel.axes import torch_private as of_axes
     from weft.planner import torch_private as of_planner
     from weft.planner.parallelize import torch_private as of_parallelize
 
-    given = of_parallelize.NAMES | of_planner.NAMES | of_kernels.NAMES | of_checkpoint.NAMES | of_parallel.NAMES
+    files = (of_parallelize, of_planner, of_kernels, of_checkpoint, of_parallel, of_axes)
+    given = {name: reason for file in files for name, reason in file.NAMES.items()}
     names = tuple(torch_private.PrivateName(name, reason, "") for name, reason in given.items())
     monkeypatch.setattr(torch_private, "NAMES", names)
     assert torch_private.missing() == []

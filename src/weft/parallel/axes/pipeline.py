@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from weft.config.mesh import SEVERAL_STAGES, ParallelSection
@@ -22,6 +21,7 @@ from weft.data.batches.batch import Batch
 from weft.models.forward import return_normalizers
 from weft.observe.status import alive
 from weft.parallel.axes.local_stages import Stages
+from weft.parallel.axes.torch_private import Stage
 from weft.parallel.local_parameters import local
 from weft.parallel.model_state import state_of
 from weft.parallel.objective import Objective, Totals
@@ -181,7 +181,7 @@ class PipelinePasses(Passes):
             out = torch.empty((*tokens.shape, *columns), dtype=self.output_dtype, device="meta", requires_grad=True)
             ids = torch.empty(tokens.shape, dtype=tokens.dtype, device="meta")
             stages = [
-                PipelineStage(
+                Stage(
                     stage,
                     number,
                     self.count,

@@ -118,8 +118,9 @@ class StageCalls:
                     raise UserError(f"plan: stage {stage} uses {name}; add the name to this stage in STAGES")
 
     def _schedule(self) -> Any:
-        from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
+
+        from weft.parallel.axes.torch_private import Stage
 
         runtime, stages, trace = self.runtime, self.runtime.stages, self.trace
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.WARNING)
@@ -127,7 +128,7 @@ class StageCalls:
         number, loss = torch.zeros(1, dtype=torch.int64), torch.empty((), dtype=self.dtype, device="meta")
         metas = [[self._meta(one) for one in sent.values()] for sent in trace.sent]
         made = [
-            PipelineStage(
+            Stage(
                 StageModule(self, stage), stage, last + 1, runtime.device,
                 input_args=tuple(metas[stage]) if stage else (number.to("meta"),),
                 output_args=tuple(metas[stage + 1]) if stage < last else (loss.requires_grad_(),),

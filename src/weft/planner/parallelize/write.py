@@ -201,8 +201,11 @@ def _write_runtime(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     here = Path(__file__).parent
     replace_file(folder / "__init__.py", '"""Runs modules by plans of `weft parallelize`; needs only PyTorch."""\n')
-    for name in RUNTIME:
-        text = (here / f"{name}.py").read_text(encoding="utf-8")
+    files = {name: here / f"{name}.py" for name in RUNTIME}
+    files["pipeline_stage"] = here.parents[1] / "parallel/axes/torch_private.py"
+    for name, file in files.items():
+        text = file.read_text(encoding="utf-8")
+        text = text.replace("from weft.parallel.axes.torch_private import", "from .pipeline_stage import")
         text = re.sub(r"from weft\.planner\.parallelize\.(\w+) import", r"from .\1 import", text)
         text = text.replace("from weft.errors import UserError", "UserError = ValueError")
         assert "weft." not in "".join(
