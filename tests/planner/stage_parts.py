@@ -22,6 +22,7 @@ TWO = {
         ("decoder.layers.1", ("decoder.layers.1..2", "decoder.norm", "embed")),
     ),
     "unet": (("", ("enter", "down", "middle")), ("up.0", ("up", "out"))),
+    "mixed": (("", ("embed", "sides", "h.0..1")), ("h.2", ("h.2..3", "out"))),
 }
 FOUR = {
     "gpt": (
@@ -35,12 +36,14 @@ FOUR = {
     "unet": (
         ("", ("enter", "down.0")), ("down.1", ("down.1", "middle")), ("up.0", ("up.0",)), ("up.1", ("up.1", "out")),
     ),
+    "mixed": (("", ("embed", "sides", "h.0")), ("h.1", ("h.1",)), ("h.2", ("h.2",)), ("h.3", ("h.3", "out"))),
 }  # fmt: skip
 TWO["dropout"], FOUR["dropout"] = TWO["gpt"], FOUR["gpt"]
 TP = {
     "gpt": {"h.*.fc.*": Shard(0), "h.*.proj.weight": Shard(1), "wte.weight": Shard(0), "lm_head.weight": Shard(0)},
     "encoder-decoder": {"*.*.linear1.*": Shard(0), "*.*.linear2.weight": Shard(1)},
     "unet": {"enter.*": Shard(0), "middle.*": Shard(0)},
+    "mixed": {"h.*.weight": Shard(0), "h.*.bias": Shard(0)},
 }
 TP["dropout"] = TP["gpt"]
 

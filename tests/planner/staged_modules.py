@@ -92,6 +92,33 @@ class SkipNet(nn.Module):
         return F.mse_loss(self.out(x), wanted)
 
 
+class Sides(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.linear = nn.Linear(hidden, hidden)
+
+    def forward(self, ids, x):
+        y = self.linear(x)
+        return ids % 3, y, y.detach(), 2 * x
+
+
+class Mixed(nn.Module):
+    """The first stage sends integers, a tensor without gradient, and one whose gradient nothing needs, to the last."""
+
+    def __init__(self, hidden=16, vocab=32):
+        super().__init__()
+        self.embed, self.sides = nn.Embedding(vocab, hidden), Sides(hidden)
+        self.h = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(4))
+        self.out = nn.Linear(hidden, vocab)
+
+    def forward(self, ids, targets):
+        x = self.embed(ids)
+        kinds, graded, constant, ignored = self.sides(ids, x)
+        for layer in self.h:
+            x = x + layer(x).tanh() * (kinds == 1).unsqueeze(-1) + constant
+        return F.cross_entropy(self.out(x + graded + ignored.detach()).flatten(0, 1), targets.flatten())
+
+
 def inputs_of(name, rows=8):
     """Positional and keyword arguments of a call."""
     torch.manual_seed(1)
@@ -99,6 +126,7 @@ def inputs_of(name, rows=8):
     return {
         "gpt": lambda: ((ids, ids.roll(-1, 1)), {}),
         "dropout": lambda: ((ids, ids.roll(-1, 1)), {}),
+        "mixed": lambda: ((ids, ids.roll(-1, 1)), {}),
         "encoder-decoder": lambda: ((ids,), {"target": ids.roll(1, 1), "scale": 0.5}),
         "unet": lambda: ((torch.randn(rows, 3, 8, 8), torch.randn(rows, 3, 8, 8)), {}),
     }[name]()
@@ -112,6 +140,7 @@ def make(name):
         "dropout": lambda: TiedGPT(dropout=0.2),
         "encoder-decoder": EncoderDecoder,
         "unet": SkipNet,
+        "mixed": Mixed,
     }
     return made[name]().double()
 

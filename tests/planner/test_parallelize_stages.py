@@ -27,10 +27,11 @@ def check(ranks, number, cases, steps=2):
 
 
 @pytest.mark.parametrize(
-    "names", [["encoder-decoder", "unet"], pytest.param(["gpt", "dropout"], marks=pytest.mark.long)], ids=str
+    "names", [["encoder-decoder", "unet", "mixed"], pytest.param(["gpt", "dropout"], marks=pytest.mark.long)], ids=str
 )
 def test_two_stages_are_one_process(ranks, names):
-    check(ranks, 2, [(name, {"schedule": "ZBVZeroBubble"} if name == "unet" else {}) for name in names])
+    v_shaped = ("unet", "mixed")
+    check(ranks, 2, [(name, {"schedule": "ZBVZeroBubble"} if name in v_shaped else {}) for name in names])
 
 
 @pytest.mark.parametrize("options", [{"tp": 2, "schedule": "Interleaved1F1B"}, {"dp": 2}], ids=str)
@@ -42,7 +43,7 @@ def test_stages_with_data_and_tensor_parallelism_are_one_process(ranks, options)
 @pytest.mark.matrix
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_all_schedules_are_one_process(ranks, schedule):
-    names = ["gpt", "encoder-decoder", "unet", "dropout"]
+    names = ["gpt", "encoder-decoder", "unet", "dropout", "mixed"]
     check(ranks, 2, [(name, {"schedule": schedule}) for name in names])
     cases = [(name, {"schedule": schedule, axis: 2}) for name in names for axis in ("dp", "tp")]
     check(ranks, 4, [one for one in cases if one != ("dropout", {"schedule": schedule, "tp": 2})])
