@@ -202,6 +202,7 @@ def _write_runtime(folder: Path) -> None:
     here = Path(__file__).parent
     replace_file(folder / "__init__.py", '"""Runs modules by plans of `weft parallelize`; needs only PyTorch."""\n')
     files = {name: here / f"{name}.py" for name in RUNTIME}
+    # The decoder's pipelines need it too, and cannot import this package.
     files["pipeline_stage"] = here.parents[1] / "parallel/axes/torch_private.py"
     for name, file in files.items():
         text = file.read_text(encoding="utf-8")
