@@ -8,10 +8,15 @@ def main() -> int:
     try:
         from weft.cli.main import main as run  # takes a part of a second
 
-        return run()
+        code = run()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        code = 130
+    if code == 130:
+        import signal
+
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C would print a traceback while Python exits
+    return code
 
 
 if __name__ == "__main__":

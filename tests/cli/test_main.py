@@ -117,7 +117,9 @@ def test_ctrl_c_during_the_first_imports_is_one_line(monkeypatch, capsys):
 
     monkeypatch.delitem(sys.modules, "weft.cli.main")
     monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+    before = signal.getsignal(signal.SIGINT)
     assert command() == 130
+    signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "interrupted\n"
     program = "import sys; before = set(sys.modules); import weft.__main__; print(*sorted({*sys.modules} - before))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -127,6 +129,14 @@ def test_ctrl_c_during_the_first_imports_is_one_line(monkeypatch, capsys):
 def test_ctrl_c_within_code_in_a_string_ends_the_command_with_its_code(tmp_path):
     """As in namedtuple(). `python -m` then ends by the signal."""
     (tmp_path / "difflib.py").write_text("exec('raise KeyboardInterrupt')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = weft_command("--version", env={"PYTHONPATH": path})
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_ctrl_c_again_while_the_command_ends_prints_nothing(tmp_path):
+    again = "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGINT)\nraise KeyboardInterrupt\n"
+    (tmp_path / "difflib.py").write_text(again)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = weft_command("--version", env={"PYTHONPATH": path})
     assert (done.returncode, done.stderr) == (130, "interrupted\n")

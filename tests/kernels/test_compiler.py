@@ -12,6 +12,7 @@ import pytest
 import torch
 from forked import Forked
 
+from weft.errors import UserError
 from weft.kernels import compiler, torch_private
 from weft.kernels.compiler import use_user_cache
 
@@ -52,7 +53,15 @@ def test_without_a_folder_that_can_be_written_pytorchs_own_stays(monkeypatch, tm
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "file"))
     monkeypatch.delenv(compiler.FOLDER, raising=False)
     use_user_cache()
-    assert compiler.FOLDER not in os.environ
+    own = torch_private.default_folder()
+    assert os.environ.get(compiler.FOLDER, own) == own  # importing torch._dynamo sets it
+
+
+def test_a_folder_of_the_users_choice_that_cannot_be_written_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(compiler.FOLDER, str(tmp_path / "file" / "cache"))
+    with pytest.raises(UserError, match=f"{compiler.FOLDER}: {tmp_path}.*set another folder"):
+        use_user_cache()
 
 
 def test_a_folder_that_pytorch_itself_set_is_none_that_the_user_chose(monkeypatch, tmp_path):

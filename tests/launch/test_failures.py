@@ -1,5 +1,6 @@
 """Which of several failed ranks is named, what is said of it, and with which exit code."""
 
+import errno
 import json
 import os
 import signal
@@ -176,6 +177,8 @@ def test_a_disk_that_is_too_full_for_compiled_code_is_named(tmp_path, monkeypatc
         f"{tmp_path}: No space left on device; free space, or set TORCHINDUCTOR_CACHE_DIR to another folder"
     )
     assert out_of_resources(failed("ld: cannot find -lgomp")) is None
+    error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(tmp_path / "x"))
+    assert out_of_resources(error).startswith(f"TORCHINDUCTOR_CACHE_DIR: {tmp_path}/x: ")
 
 
 def test_generated_code_is_not_custom_code(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from weft.cli.main import main
 from weft.config.adapter import AdapterSection
@@ -185,6 +186,19 @@ def test_an_unknown_vocabulary_is_assumed_and_reported(weft, tmp_path):
     assert code == 0
     assert json.loads(out)["plans"]
     assert "assuming 32,000" in err
+
+
+def test_the_vocabulary_is_that_of_the_tokenizer_also_without_its_stores(weft, tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({f"t{number}": number for number in range(301)}, unk_token="t0"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    (tmp_path / "tok").mkdir()
+    tokenizer.save(str(tmp_path / "tok" / "tokenizer.json"))
+    (tmp_path / "run.yaml").write_text(RUN.replace("vocab_size: 32000", "pad_vocab_to_multiple: 64"))
+    code, out, err = weft(*PLAN, "--json", "--keep-mesh", "tokenizer=tok", "data.train=missing")
+    assert (code, "assuming" in err) == (0, False), err
+    (tmp_path / "run.yaml").write_text(RUN.replace("32000", "320"))
+    (expected,) = json.loads(weft(*PLAN, "--json", "--keep-mesh")[1])["plans"]
+    assert json.loads(out)["plans"][0]["memory"] == expected["memory"]
 
 
 def test_no_torch_is_imported(weft):

@@ -61,6 +61,14 @@ def test_reading_later_changes_no_number(write):
     assert_same_weights(*(checkpoints(run)[-1] for run in runs))
 
 
+def test_a_loss_that_nobody_has_read_is_not_shown(write, capfd):
+    file, _ = write("unread", sync_every=50)
+    assert main(["train", str(file), "log.every=12", "checkpoint.every=12"]) == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("step ")]
+    assert "nan" not in "".join(lines)
+    assert "loss" in lines[-1]
+
+
 def test_a_rollback_skips_the_data_of_a_bad_step_that_is_found_later(write):
     """Step 6 (rows 20 to 23) is found with step 8, and skipped as if it had been found at once."""
     watch = {"spike": {"window": 8, "factor": 20.0, "action": "rollback"}}

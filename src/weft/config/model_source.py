@@ -140,7 +140,8 @@ def _from_checkpoint(model: Node, source: Node) -> Node:
         if name == "preset" and node.plain() not in (None, has):
             problems.append(node.problem("model.preset", "model.from already sets the shape; remove preset or from"))
         elif name in fixed and not _same(name, node, has):
-            what = f"the checkpoint {found} has {has}, and model.from sets the shape; remove the key"
+            there = "null" if has is None else has
+            what = f"the checkpoint {found} has {there}, and model.from sets the shape; remove the key"
             problems.append(node.problem(f"model.{name}", what))
     if problems:
         raise ConfigError(problems)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from weft.errors import UserError
 from weft.files import ABANDONED, cache_folder, locked, partial_path
 from weft.kernels.processor import cpuinfo
 from weft.kernels.torch_private import compile_graph, default_folder, forget_compiled_code
@@ -46,8 +47,17 @@ def use_user_cache() -> None:
     Inductor's default is a folder for temporary files, which does not outlive a restart of the machine. The folder is
     another one for each version of PyTorch and each kind of processor, because hosts can share a home directory. If it
     cannot be written, Inductor's default stays. The folders of all versions together keep at most LIMIT bytes.
+
+    Raises:
+        UserError: the folder of TORCHINDUCTOR_CACHE_DIR cannot be written.
     """
-    if os.environ.get(FOLDER, default_folder()) != default_folder():  # importing torch._dynamo sets it to the default
+    if (own := os.environ.get(FOLDER, default_folder())) != default_folder():  # torch._dynamo sets it to the default
+        with suppress(OSError):
+            os.makedirs(own, exist_ok=True)
+        if not os.access(own, os.W_OK):
+            error = UserError(f"{FOLDER}: {own} cannot be written; set another folder, or unset the variable")
+            error.quiet = os.environ.get("LOCAL_RANK", "0") != "0"  # the first rank of the host prints it
+            raise error
         return
     with suppress(OSError, RuntimeError):  # RuntimeError: there is no home directory
         folder = cache_folder() / "compiled" / f"torch-{torch.__version__}-{_processor()}"

@@ -36,7 +36,7 @@ class Numbers(NamedTuple):
     balance: list[float]
 
 
-NOT_READ = Numbers(math.nan, math.nan, {}, [])
+NOT_READ = Numbers(float("nan"), math.nan, {}, [])  # its loss is no other object
 
 
 @dataclass

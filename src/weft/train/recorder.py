@@ -39,6 +39,7 @@ from weft.train.clock import StepClock
 from weft.train.data import Data
 from weft.train.example import write_example
 from weft.train.job import Job
+from weft.train.readings import NOT_READ
 from weft.train.run_directory import reorders
 from weft.train.state import State
 from weft.train.watch.guard import Finding
@@ -239,7 +240,8 @@ class Recorder:
         keep_freed_memory()  # from the first update on: the optimizer has its state
         line = {"step": step, **measured, **self.clock.metrics(), "memory_bytes": memory_bytes(self.world.device)}
         if self.bar is not None and self.prints:
-            self.bar.update(step, **{key: line[key] for key in ("loss", "lr", "tokens_per_second")})
+            shown = {key: line[key] for key in ("loss", "lr", "tokens_per_second")}
+            self.bar.update(step, **shown | ({"loss": None} if line["loss"] is NOT_READ.loss else {}))
         return line
 
     def validating(self, step: int, batches: ValidationBatches) -> Iterator[Batch]:

@@ -21,7 +21,7 @@ from weft.parallel.local_parameters import distribute_parameters, local
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks
 from weft.parallel.torch_private import at_end_of_backward
 from weft.parallel.world import World
-from weft.torch_private import backward_number, dtensor_like, version_of
+from weft.torch_private import backward_number, dtensor_like, storage_of, version_of
 
 
 def is_single_rank(plan: ModelPlan, world: World) -> bool:
@@ -109,7 +109,7 @@ class SingleRankParameters:
         while self.arrived and backward_number() is None:  # the last backward pass failed: its gradients do not count
             self.arrived.pop()[1].grad = None
         cached.cast, leaf = None, cached.leaf
-        if leaf is None or leaf.data_ptr() != tensor.data_ptr() or leaf.dtype != tensor.dtype:
+        if leaf is None or storage_of(leaf) != storage_of(tensor) or leaf.dtype != tensor.dtype:
             leaf = cached.leaf = tensor.detach().requires_grad_()
             leaf.register_post_accumulate_grad_hook(partial(self._take_gradient, parameter))
         return leaf.to(self.dtype)

@@ -165,7 +165,7 @@ class Monitor:
             self._reported_disks.add(str(folder))
             self._report(
                 "disk",
-                f"{folder}: {byte_size(free)} are free, but a checkpoint needs {'' if saved else 'about '}"
+                f"{folder}: {byte_size(free)} are free, too little for two checkpoints of {'' if saved else 'about '}"
                 f"{byte_size(size)}; free space, or lower checkpoint.keep_last",
                 free_bytes=free,
                 checkpoint_bytes=size,
