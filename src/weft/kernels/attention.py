@@ -71,10 +71,8 @@ def attention(
     blocked = not dropout and fits(q, k, v, plain=plain)
     if isinstance(mask := _supported(mask, dropout, scores), Window) and not blocked:
         mask = _window_mask(queries, keys, q.device, mask)
-    elif mask is None and causal and blocked:
-        mask = Window(keys)
-    elif _is_segments(mask) and blocked:
-        mask = Window(keys, run_starts(mask))
+    elif blocked and ((mask is None and causal) or _is_segments(mask)):
+        mask = Window(keys, None if mask is None else run_starts(mask))
     if isinstance(mask, torch.Tensor) and mask.is_floating_point():
         scores = scores._replace(slopes=None)
     if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask, Window)):
