@@ -96,7 +96,7 @@ def test_keys_that_change_the_shape_are_refused_and_those_that_agree_are_not():
         ("hidden_size=128", 64),
         ("vocab_size=1024", 512),
         ("tie_word_embeddings=true", False),
-        ("head_dim=16", None),
+        ("head_dim=16", "null"),
     ):
         (found,) = problems(text, f"model.{key}")
         assert shows(
