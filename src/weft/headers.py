@@ -105,6 +105,11 @@ def tokenizer_file(path: str | Path) -> Path:
     raise UserError(f"not a tokenizer.json; convert it with `weft data import-tokenizer {path} --out DIR`", path)
 
 
+def padded_rows(tokens: int, multiple: int | None) -> int:
+    """Returns the rows of an embedding of `tokens` tokens: up to a multiple of `model.pad_vocab_to_multiple`."""
+    return -(-tokens // (multiple or 1)) * (multiple or 1)
+
+
 def read_tokenizer_header(path: str | Path) -> TokenizerHeader:
     """Reads a tokenizer folder, or a tokenizer.json and the configuration files in its folder.
 

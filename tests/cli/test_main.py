@@ -118,8 +118,10 @@ def test_ctrl_c_during_the_first_imports_is_one_line(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "weft.cli.main")
     monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
     before = signal.getsignal(signal.SIGINT)
-    assert command() == 130
-    signal.signal(signal.SIGINT, before)
+    try:
+        assert command() == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "interrupted\n"
     program = "import sys; before = set(sys.modules); import weft.__main__; print(*sorted({*sys.modules} - before))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

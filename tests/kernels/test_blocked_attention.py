@@ -201,13 +201,15 @@ def test_values_can_be_narrower_than_keys():
 
 
 def test_documents_are_computed_apart():
-    """Short ones in batches, with padding, and long ones one by one."""
-    given = tensors(seq=460)
+    """All in blocks of the whole sequence."""
+    given = tensors(seq=460, kv_heads=2)
     lengths = torch.tensor([200, 1, 30, 33, 196])
     segments = torch.arange(5).repeat_interleave(lengths).expand(2, -1).contiguous()
     apart = segments[:, None, :, None] == segments[:, None, None, :]
     mask = apart & torch.ones(460, 460, dtype=torch.bool).tril()
-    expected = results(lambda *x: F.scaled_dot_product_attention(*x, attn_mask=mask), given, dtype=torch.float64)
+    expected = results(
+        lambda *x: F.scaled_dot_product_attention(*x, attn_mask=mask, enable_gqa=True), given, dtype=torch.float64
+    )
     found = results(lambda *x: attention(*x, causal=True, mask=segments), given)
     for mine, right in zip(found, expected, strict=True):
         assert error(mine, right) < 0.007
@@ -225,6 +227,17 @@ def test_keys_of_a_few_lengths_are_those_of_float64(lengths, monkeypatch):
     assert max(map(error, found, expected)) < 0.01
 
 
+@pytest.mark.parametrize(("window", "lengths", "longest"), [(None, 32, 8192), (200, 4, 512)])
+def test_a_long_sequence_has_keys_of_a_few_lengths(window, lengths, longest, monkeypatch):
+    found, multiply = [], torch.baddbmm
+    monkeypatch.setattr(torch, "baddbmm", lambda *x, **how: found.append(x[2].shape[-1]) or multiply(*x, **how))
+    q, k, v, _ = tensors(batch=1, heads=1, kv_heads=1, seq=8192)
+    attention(q, k, v, causal=True, mask=None if window is None else Window(window))
+    assert len(found) == 64
+    assert len(set(found)) <= lengths
+    assert max(found) <= longest
+
+
 GROWTH = """
 import psutil, torch
 from weft.kernels.attention import attention
@@ -240,7 +253,7 @@ print(memory[-1] - memory[1])
 
 
 @pytest.mark.skipif("avx512_bf16" not in features(), reason="other processors compute bfloat16 in float32")
-def test_documents_of_ever_other_lengths_need_no_more_memory():
+def test_documents_whose_lengths_differ_in_each_batch_need_no_more_memory():
     """oneDNN keeps the code of products of up to 1,024 shapes."""
     done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True, timeout=120)
     assert int(done.stdout) < 150e6
@@ -256,12 +269,15 @@ def test_later_tokens_do_not_change_earlier_results():
     assert not torch.equal(before[:, :, 150:], after[:, :, 150:])
 
 
-def test_compiled_code_has_the_same_results():
+@pytest.mark.parametrize("segments", [None, torch.arange(140).div(50, rounding_mode="floor").expand(2, -1)])
+def test_compiled_code_has_the_same_results(segments):
     given = tensors(seq=140)
-    compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True), backend="aot_eager", fullgraph=True)
-    for mine, eager in zip(
-        results(compiled, given), results(lambda *x: attention(*x, causal=True), given), strict=True
-    ):
+
+    def compute(q, k, v):
+        return attention(q, k, v, causal=True, mask=segments)
+
+    compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)
+    for mine, eager in zip(results(compiled, given), results(compute, given), strict=True):
         assert torch.equal(mine, eager)
 
 

@@ -177,8 +177,19 @@ def test_a_disk_that_is_too_full_for_compiled_code_is_named(tmp_path, monkeypatc
         f"{tmp_path}: No space left on device; free space, or set TORCHINDUCTOR_CACHE_DIR to another folder"
     )
     assert out_of_resources(failed("ld: cannot find -lgomp")) is None
-    error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(tmp_path / "x"))
-    assert out_of_resources(error).startswith(f"TORCHINDUCTOR_CACHE_DIR: {tmp_path}/x: ")
+
+
+def test_a_cache_of_compiled_code_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+    def failed(number, path):
+        return OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "c"))
+    line = out_of_resources(failed(errno.ENOENT, tmp_path / "c" / "x"))
+    assert line.startswith(f"{tmp_path}/c/x: No such file or directory; set TORCHINDUCTOR_CACHE_DIR")
+    assert "free space" in out_of_resources(failed(errno.ENOSPC, tmp_path / "c" / "x"))
+    assert out_of_resources(failed(errno.ENOENT, tmp_path / "checkpoints")) is None
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    assert out_of_resources(failed(errno.ENOENT, tmp_path / "c")) is None
 
 
 def test_generated_code_is_not_custom_code(tmp_path, monkeypatch):

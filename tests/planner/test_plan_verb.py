@@ -199,6 +199,9 @@ def test_the_vocabulary_is_that_of_the_tokenizer_also_without_its_stores(weft, t
     (tmp_path / "run.yaml").write_text(RUN.replace("32000", "320"))
     (expected,) = json.loads(weft(*PLAN, "--json", "--keep-mesh")[1])["plans"]
     assert json.loads(out)["plans"][0]["memory"] == expected["memory"]
+    (tmp_path / "run.yaml").write_text(RUN.replace(", vocab_size: 32000", ""))
+    code, _, err = weft(*PLAN, "--keep-mesh", "tokenizer=tok", "data.train=missing", "parallel.tp=4")
+    assert (code, "vocabulary's 302 rows" in err) == (2, True), err
 
 
 def test_no_torch_is_imported(weft):

@@ -287,7 +287,9 @@ def test_a_disk_without_room_for_two_checkpoints_is_a_warning_before_it_is_full(
     capsys.readouterr()
     assert train(file, "training.steps=6") == 0
     assert [(event["event"], event["checkpoint_bytes"]) for event in read_events(run)] == [("disk", size)]
-    assert "free space" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "two checkpoints" in err
+    assert "free space" in err
 
 
 @pytest.mark.xdist_group("ranks")

@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code. 0: success. 2: invalid input, or standard output cannot be written. 129: SIGHUP. 130: Ctrl-C.
         143: SIGTERM. Other codes are defined by the subcommand.
     """
-    alone, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
+    is_process, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
     gc.set_threshold(COLLECT_EVERY)
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character prints its escape sequence.
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as leaving:
-        if alone:
+        if is_process:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process ends
         return report_stop(leaving)
     except BrokenPipeError:

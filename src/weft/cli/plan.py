@@ -277,25 +277,23 @@ def load(args: argparse.Namespace, console) -> RunConfig:
         try:
             config = RunConfig.load(args.file, args.overrides, ranks=ranks)
         except ConfigError:  # the tokenizer or the stores do not exist
-            if (rows := _tokenizer_rows(config)) is None:
+            if (rows := _rows(config.tokenizer, config.model.pad_vocab_to_multiple)) is None:
                 rows, what = VOCABULARY, "model.vocab_size: not known without the tokenizer"
                 console.warning(f"{what}; assuming {VOCABULARY:,}; set the key")
-            model: Any = config.model.model_copy(update={"vocab_size": rows})
-            config = config.model_copy(update={"model": model})
+            known = [*args.overrides, f"model.vocab_size={rows}"]  # rules of the mesh need it
+            config = RunConfig.load(args.file, known, check_data=False, ranks=ranks)
     return config
 
 
-def _tokenizer_rows(config: RunConfig) -> int | None:
+def _rows(tokenizer: str | None, multiple: int | None) -> int | None:
     """Returns the rows of the embedding for the run's tokenizer; None if this does not exist."""
     from weft.errors import UserError
-    from weft.headers import read_tokenizer_header
+    from weft.headers import padded_rows, read_tokenizer_header
 
     try:
-        tokens = read_tokenizer_header(config.tokenizer).vocab_size if config.tokenizer is not None else None
+        return None if tokenizer is None else padded_rows(read_tokenizer_header(tokenizer).vocab_size, multiple)
     except (UserError, OSError):
         return None
-    multiple = getattr(config.model, "pad_vocab_to_multiple", None) or 1
-    return None if tokens is None else -(-tokens // multiple) * multiple
 
 
 def find(args: argparse.Namespace, config: RunConfig, hardware: Hardware) -> tuple[RunPlans, dict[str, Any]]:

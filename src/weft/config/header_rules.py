@@ -13,7 +13,7 @@ from weft.config.rollout_rules import generates
 from weft.config.tree import wrong_folder_hint
 from weft.errors import UserError
 from weft.formatting import counted
-from weft.headers import StoreHeader, TokenizerHeader, read_store_header, read_tokenizer_header
+from weft.headers import StoreHeader, TokenizerHeader, padded_rows, read_store_header, read_tokenizer_header
 from weft.mixing import shortfall
 
 _Header = TypeVar("_Header")
@@ -185,7 +185,7 @@ def _check_vocabulary(draft: Draft, tokenizer: TokenizerHeader | None, train: li
         what = f"no effect, because vocab_size is set to {size}; remove vocab_size, or remove this key"
         draft.report("model.pad_vocab_to_multiple", what)
     if size is None and needed is not None:
-        rows = -(-needed // (multiple or 1)) * (multiple or 1)
+        rows = padded_rows(needed, multiple)
         up = f", up to a multiple of {multiple}" if multiple else ""
         draft.fill("model.vocab_size", rows, f"from the {name}{up}")
     elif size is None and not draft.problems:

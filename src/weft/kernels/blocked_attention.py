@@ -4,7 +4,8 @@ PyTorch's flash kernel for CPUs multiplies blocks with MKL, which has instructio
 only. On an AMD EPYC (Zen 5), forward and backward take 22 ms of a core for 8 sequences of 256 tokens with 4 heads of
 64, and the products of this module 9 ms. Like the flash kernel, it computes the scores of a block of queries at a time,
 and again in backward. Unlike there, the scores of a block are in the dtype of the queries, and a block of queries is
-multiplied with the keys of its windows or documents only. So soft-caps, sinks and windows are faster in float32, too.
+multiplied with the keys of its windows or documents only, in bfloat16 rounded to few lengths (`LENGTHS`). So soft-caps,
+sinks and windows are faster in float32, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from weft.kernels.processor import features
 from weft.kernels.torch_private import softmax_backward
 
 BLOCK = 128  # queries whose scores are in memory at a time
-LENGTHS = 32  # of keys in bfloat16: oneDNN makes code for the products of each, and keeps up to a megabyte of it
+LENGTHS = 32  # different numbers of keys in bfloat16: oneDNN compiles products for each, and keeps up to 1 MB of code
 LONG = 1024  # tokens from which a sliding window is faster in float32 than a mask of all tokens
 
 # The processor decides, not a measurement: a resumed run must compute the same bits.
@@ -188,7 +189,7 @@ class _Block(NamedTuple):
 def _blocks(q: torch.Tensor, k: torch.Tensor, starts: torch.Tensor | None) -> Iterator[_Block]:
     """Yields the blocks of all queries: of each sequence apart, if their first keys (`starts`) are not the same."""
     batch, seq = q.shape[0], q.shape[2]
-    step = BLOCK * -(-seq // (BLOCK * LENGTHS)) if q.dtype == torch.bfloat16 else 1
+    step = _step(seq, starts) if q.dtype == torch.bfloat16 else 1
     size = batch if starts is None or len(starts) == 1 else 1
     for sequence in range(0, batch, size):
         for start in range(0, seq, BLOCK):
@@ -197,6 +198,16 @@ def _blocks(q: torch.Tensor, k: torch.Tensor, starts: torch.Tensor | None) -> It
             first = 0 if first_keys is None else int(first_keys[0])
             seen = slice(first // step * step, min(-(-tokens.stop // step) * step, seq))
             yield _Block(slice(sequence, sequence + size), tokens, seen, first_keys, k.shape[1])
+
+
+def _step(seq: int, starts: torch.Tensor | None) -> int:
+    """Returns the multiple of tokens at which the keys of a block begin and end, for about `LENGTHS` lengths."""
+    longest = seq
+    if starts is not None:  # what a block sees decides: a short window of a long sequence keeps its few keys
+        ends = torch.arange(BLOCK, seq + BLOCK, BLOCK).clamp_(max=seq)
+        longest = int((ends - starts[:, ::BLOCK]).max())
+    steps = -(-longest // (BLOCK * LENGTHS))
+    return BLOCK << (steps - 1).bit_length()  # a power of two, so that batches have the same lengths
 
 
 def _weights(

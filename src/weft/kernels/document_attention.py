@@ -94,8 +94,9 @@ def _block_lists(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen.sum(2, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
 
 
-# --- CPU kernel. No CPU kernel skips masked blocks, so long documents are computed one by one, and short documents in
-# batches. It is a custom operator: compiled code sees one call and no document lengths, which change with every batch.
+# --- CPU kernel, where `blocked_attention` is not faster. PyTorch's kernels skip no masked blocks, so long documents
+# are computed one by one, and short documents in batches. It is a custom operator: compiled code sees one call and no
+# document lengths, which change with every batch.
 
 # Up to this length, copying documents into a batch is cheaper than one call per document. The batch is in float32,
 # because the kernel's small bfloat16 matrix products are slow. Times for 4,096 tokens in bfloat16 and in float32 (8

@@ -38,7 +38,7 @@ def attention_mask(
     The form of the mask selects the kernel:
 
     - A `BlockMask` selects flex attention, on CUDA devices.
-    - The tensor `segments` itself selects `document_attention`, on CPUs.
+    - The tensor `segments` itself selects `document_attention`, on CPUs, or `blocked_attention` where that is faster.
     - A `Window` selects `blocked_attention`, on CPUs: for soft caps and sinks, and for sliding windows and ALiBi in
       long sequences; in short ones on processors on which it is faster.
     - A float mask, which contains ALiBi's biases, selects PyTorch's fused kernel on CPUs. This kernel takes a third of

@@ -92,13 +92,15 @@ def report_exception(error: Exception, config: Mapping[str, Any], logs: Path | N
 
 
 def out_of_resources(error: Exception) -> str | None:
-    """Returns a one-line message with a remedy if `error` means that memory or a disk is full; otherwise None."""
-    what, cache = " ".join(str(error).split()), os.environ.get("TORCHINDUCTOR_CACHE_DIR", "the compiler's cache")
-    if isinstance(error, OSError) and str(error.filename).startswith(cache):
-        return f"TORCHINDUCTOR_CACHE_DIR: {error.filename}: {error.strerror}; set another folder, or unset the variable"
+    """Returns a one-line message with a remedy if `error` means that memory or a disk is full, or that the compiler's
+    cache cannot be used; otherwise None.
+    """
+    what, cache = " ".join(str(error).split()), os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "the compiler's cache"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}; free space and run the same command again"
+    if isinstance(error, OSError) and isinstance(error.filename, str) and Path(error.filename).is_relative_to(cache):
+        return f"{error.filename}: {error.strerror}; set TORCHINDUCTOR_CACHE_DIR to another folder"
     if type(error).__module__.startswith("torch._") and (full := os.strerror(errno.ENOSPC)) in what:
         return f"{cache}: {full}; free space, or set TORCHINDUCTOR_CACHE_DIR to another folder, and run it again"
     if not is_out_of_memory(error):

@@ -36,7 +36,7 @@ class Numbers(NamedTuple):
     balance: list[float]
 
 
-NOT_READ = Numbers(float("nan"), math.nan, {}, [])  # its loss is no other object
+NOT_READ = Numbers(float("nan"), math.nan, {}, [])  # a NaN of its own, by whose identity an unread loss is known
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, _backward
 
-# `weft.torch_private.NAMES` gives each of its own a reason. Without these names: use `PipelineStage`, as PyTorch 2.13.
+# Private names and their uses. Without them: use `PipelineStage`, as PyTorch 2.13, which lacks `_validate_fwd_outputs`.
 NAMES = {
     "torch.distributed.pipelining:PipelineStage._get_init_p2p_neighbors_ops": "V-shaped schedules of PyTorch 2.11 on "
     "gloo, where a rank with two adjacent stages would send to itself",
