@@ -43,8 +43,10 @@ def start(chat_model):
 def refuses_connections(client):
     try:
         client.get("/health")
-    except (httpx.ConnectError, httpx.ReadError):  # ReadError: it was connecting when the server closed its port
+    except httpx.ConnectError:
         return True
+    except httpx.ReadError:  # it was connecting when the server closed its port: the next attempt tells
+        pass
     return False
 
 

@@ -91,8 +91,8 @@ def wait_tensor(x: torch.Tensor) -> torch.Tensor:
 
 def _all_gather(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """Never returns a view, as the function of PyTorch 2.11 does: autograd would not let a layer write to it."""
-    gathered = functional.all_gather_tensor(x, 0, group)
-    return gathered if dim == 0 else torch.cat(wait_tensor(gathered).chunk(group.size()), dim)
+    gathered = functional.all_gather_tensor(x, dim, group)
+    return gathered.clone() if dim and x.shape[:dim].numel() == 1 else gathered
 
 
 def _reduce_scatter(x: torch.Tensor, op: str, dim: int, group: ProcessGroup) -> torch.Tensor:
